@@ -131,7 +131,7 @@ TRAIN, HELD = (f"data.{part}={{_target_:torchvision.datasets.ImageFolder,root:x}
     (f"data=torch {TRAIN} {HELD} data.val={{_target_:os.system}}", "data.val._target_=os.system is not allowed in a config"),
     ("data=torchvision data.dataset=FashonMNIST", "data.dataset=FashonMNIST is not in torchvision.datasets (did you mean FashionMNIST?)"),
     ("data=torchvision data.dataset=wrap_dataset_for_transforms_v2", "is not in torchvision.datasets"),  # an exported function
-    ("data=torchvision", "data.dataset is missing. Set data.dataset=<name>"),
+    ("data=torchvision", "data.dataset=??? is not in torchvision.datasets. Set data.dataset=<name>"),
     ("data=torchvision data.dataset=CIFAR100 data.source=embedded", "no package contains"),
 ])  # fmt: skip
 def test_mistakes_in_a_node_are_named(overrides, message):

@@ -47,10 +47,10 @@ def test_metrics_come_first_then_settings_that_differ_then_classes(tmp_path, mon
     assert ">1e-05<" in page and ">0.0003<" in page  # all digits of a setting
     assert ">92.50%<" in page and re.findall(r'<tr data-run="(\S+)" class="best"', page) == ["sweep/1"]
     assert 'href="runs/sweep/1/report.html"' in page
-    assert page.count("<path") == 4  # of two metrics
+    assert page.count("<path") == 2 * 4  # of two metrics, over steps and over samples
     chosen = page_of(tmp_path, "sweep/1", monkeypatch=monkeypatch, out="deep.html")
     assert "lr" not in headings(chosen)
-    assert chosen.count("<path") == 2
+    assert chosen.count("<path") == 2 * 2
 
 
 def test_a_component_that_differs_is_one_column_and_not_each_of_its_keys(tmp_path, monkeypatch):
@@ -112,7 +112,7 @@ def test_damaged_runs_are_rows_and_names_are_text(tmp_path, monkeypatch):
     (tmp_path / "runs/b/config.yaml").write_text(":")
     page = page_of(tmp_path, monkeypatch=monkeypatch)
     assert 'class="chip damaged"' in page
-    assert page.count("<path") == 4  # of the other two
+    assert page.count("<path") == 2 * 4  # of the other two
     assert "<script>alert" not in page
     assert page.count("</script>") == page.count("<script") == 2  # the page's own and the runs' values
 

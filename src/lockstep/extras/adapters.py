@@ -5,9 +5,10 @@ import importlib.util
 import inspect
 import io
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -142,8 +143,9 @@ def declared_names(classes: Any) -> list[str]:
         name_of = dict((value, key) if isinstance(value, Integral) else (key, value) for key, value in classes.items())
         classes = [name_of.get(number) for number in range(len(classes))]
     names = classes.tolist() if getattr(classes, "ndim", 0) else classes
-    is_name_list = isinstance(names, Collection) and not isinstance(names, str | set) and None not in names
-    if not is_name_list or (all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]):
+    if not isinstance(names, list | tuple) or None in names:
+        return []
+    if all(isinstance(name, Integral) for name in names) and [*names] != [*range(len(names))]:
         return []
     return [str(name[0] if isinstance(name, tuple) else name) for name in names]
 
@@ -206,10 +208,8 @@ class Torchvision(WrappedDataset):
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         yield from super().problems(data)
-        if (name := str(data.get("dataset"))) == "???":
-            yield "data.dataset is missing. Set data.dataset=<name>, a class of torchvision.datasets such as Flowers102; for your own images, set data=folder."
-        elif name not in (names := torchvision_names()):
-            yield f"data.dataset={name} is not in torchvision.datasets{did_you_mean(name, names)}. For your own Dataset class, set data=torch."
+        if (name := str(data.get("dataset"))) not in (names := torchvision_names()):
+            yield f"data.dataset={name} is not in torchvision.datasets{did_you_mean(name, names)}. Set data.dataset=<name>, such as Flowers102; for your own Dataset class, set data=torch; for your own images, data=folder."
         if data.get("source") == "embedded":
             yield "data.source=embedded: no package contains torchvision's data sets. Set data.source=auto."
 
@@ -218,14 +218,10 @@ class Torchvision(WrappedDataset):
         import torchvision
 
         dataset_class = getattr(torchvision.datasets, self.dataset)
-        params = inspect.signature(dataset_class).parameters
-        takes_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in params.values())
-        can_download = "download" in params or takes_kwargs
-        parts: dict[str, Any] = dict.fromkeys(PARTS)
-        if "split" in params and "split" not in self.arguments:
-            parts |= {part: self.first_split(dataset_class, names, can_download) for part, names in SPLITS.items()}
-        elif "train" in params or takes_kwargs:
-            parts |= {part: self.make(dataset_class, can_download, train=part == "train") for part in ("train", "test")}
+        create = partial(dataset_class, **{"root": str(self.root), **self.arguments})
+        has_splits = "split" in inspect.signature(dataset_class).parameters and "split" not in self.arguments
+        key, choices = ("split", SPLITS) if has_splits else ("train", {"train": (True,), "val": (), "test": (False,)})
+        parts = {part: self.first_part(create, key, choices[part]) for part in PARTS}
         if parts["test"] is None and parts["val"] is not None:
             parts |= {"test": parts["val"], "val": None}
             self.notice = f"{self.dataset} has no test split: its validation split is the test set, and validation samples are taken from train."
@@ -233,35 +229,32 @@ class Torchvision(WrappedDataset):
             raise UserError(f"torchvision.datasets.{self.dataset} has no test split. Use data=folder, which adds one.")
         return parts
 
-    def first_split(self, dataset_class: Callable[..., Any], names: Iterable[str], can_download: bool) -> Any:
-        """The first of these splits that the data set has; None if it has none."""
-        for name in names:
+    def first_part(self, create: Callable[..., Any], key: str, values: Iterable[Any]) -> Any:
+        """The first of these parts that the data set has; None if it has none."""
+        for value in values:
             try:
-                return self.make(dataset_class, can_download, split=name)
-            except ValueError as e:
-                if isinstance(e, UserError) or "argument split" not in str(e):
+                return self.make(partial(create, **{key: value}))
+            except (ValueError, TypeError) as e:  # it has no such value, or no such argument
+                if isinstance(e, UserError) or f"argument {key}" not in str(e).replace("'", ""):
                     raise
         return None
 
-    def make(self, dataset_class: Callable[..., Any], can_download: bool, **split: Any) -> Any:
+    def make(self, create: Callable[..., Any]) -> Any:
         """Opens the data set on disk, or else downloads it."""
-        kwargs = {"root": str(self.root), **self.arguments, **split}
         try:
-            return dataset_class(**kwargs)
+            return create()
         except (RuntimeError, OSError) as e:
-            if self.asked == "disk" or not can_download or (self.asked == "auto" and has_photos(self.root)):
-                raise UserError(
-                    f"data.root={self.root} {folder_contents(self.root)[1]}, not torchvision's {self.dataset} ({read_error_text(e)}). Set data.root=<folder>{', or data.source=download' * can_download}; for your own images, set data=folder data.root={self.root}."
-                ) from None
-        try:
-            with one_download(self.cache, self.dataset, self.root):
-                dataset = dataset_class(**kwargs, download=True)
-        except (RuntimeError, OSError) as e:
-            raise UserError(
-                f"{self.dataset} is not in data.root={self.root} and could not be downloaded ({read_error_text(e)}). Set data.root=<folder that contains it>; to create that folder, run torchvision.datasets.{self.dataset}(<folder>, download=True) on a machine with a network."
-            ) from None
-        self.source = "download"
-        return dataset
+            error: Exception = e
+        if self.asked == "download" or (self.asked == "auto" and not has_photos(self.root)):
+            try:
+                with suppress(TypeError), one_download(self.cache, self.dataset, self.root):  # some have no `download`
+                    self.source = "download"
+                    return create(download=True)
+            except (RuntimeError, OSError) as e:
+                error = e
+        raise UserError(
+            f"data.root={self.root} {folder_contents(self.root)[1]}: torchvision's {self.dataset} is not there and was not downloaded ({read_error_text(error)}). Set data.root=<folder that contains it>, or data.source=download on a machine with a network; for your own images, set data=folder data.root={self.root}."
+        )
 
 
 def torchvision_names() -> list[str]:
@@ -325,27 +318,21 @@ class HuggingFace(WrappedDataset):
         import datasets
 
         where = f"data.root={self.root}"
-        with explain_root_error(self.root):
-            try:
-                saved: Any = datasets.load_from_disk(str(self.root))
-            except FileNotFoundError:  # raised for any other folder
-                raise UserError(
-                    f"{where} {folder_contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for your own images, set data=folder {where}."
-                ) from None
+        with explain_root_error(self.root):  # FileNotFoundError: any other folder
+            saved: Any = datasets.load_from_disk(str(self.root))
         by_name = saved if isinstance(saved, dict) else {"train": saved}
         names = part_names(by_name, where)
-        tables = {part: by_name[names[part]] for part in PARTS if part in names}
-        if "train" not in tables:
+        if "train" not in names:
             raise UserError(f"{where} has no split `train`; it has {', '.join(by_name)}.")
-        column_names = tables["train"].column_names
-        for key, column in self.columns.items():
-            if column not in column_names:
-                hint = f"{did_you_mean(column, column_names)}; {where} has {', '.join(column_names)}"
-                raise UserError(f"data.{key}={column}: no such column{hint}.")
+        columns = [*self.columns.values()]
+        try:
+            tables = {part: by_name[names[part]].select_columns(columns) for part in PARTS if part in names}
+        except ValueError as e:
+            raise UserError(f"{where}: {e} Set data.input and data.target to two of these columns.") from None
         raise_problems(
-            f"{where}: {self.columns['input']} has no value in row {row} of the {part} part. Remove such rows."
+            f"{where}: {columns[0]} has no value in row {row} of the {part} part. Remove such rows."
             for part, table in tables.items()
-            for row in np.flatnonzero(table.data.column(self.columns["input"]).is_null())[:1]
+            for row in np.flatnonzero(table.data.column(columns[0]).is_null())[:1]
         )
         return tables
 
@@ -364,46 +351,47 @@ class HuggingFace(WrappedDataset):
 
     def targets(self, part: str) -> NDArray[Any] | None:
         """Class numbers, or a column of numbers; None for other targets. Raises UserError: a value is not a class, such as null or -1."""
-        column, classes = self.columns["target"], self.names.get("classes")
-        values = self.tables[part][column][:] if self.names else []
-        if classes is None:
-            return np.array(values, np.float32).reshape(len(values), 1) if self.names else None
+        if not self.names:
+            return None
+        column = self.columns["target"]
+        values = self.tables[part][column][:]
+        if "targets" in self.names:
+            return np.array(values, np.float32).reshape(len(values), 1)
+        classes = self.names["classes"]
         number = {name: index for index, name in enumerate(classes)} | {index: index for index in range(len(classes))}
         for row, value in enumerate(values):
             if value not in number:
                 raise UserError(
-                    f"data.root={self.root}: {column}={value} in row {row} of the {part} part is not one of the {len(classes)} classes of train. "
-                    "Remove such rows; or remove the part: it is then split off from train."
+                    f"data.root={self.root}: {column}={value} in row {row} of the {part} part is not one of the {len(classes)} classes of train. Remove such rows; or remove the part: it is then split off from train."
                 )
         return np.array([number[value] for value in values], np.int64)
 
     @cached_property
-    def rows(self) -> dict[str, tuple[Any, Indices, NDArray[Any] | None]]:
-        """The table, rows and targets of each part; missing parts are split off train."""
-        train, target_N = self.tables["train"], {part: self.targets(part) for part in self.tables}
-        strata: Any = target_N["train"] if "classes" in self.names else np.zeros(len(train), int)
+    def rows(self) -> dict[str, Rows]:
+        """The rows of each part; missing parts are split off train."""
+        train, targets = self.tables["train"], {part: self.targets(part) for part in self.tables}
+        strata: Any = targets["train"] if "classes" in self.names else np.zeros(len(train), int)
         fractions = {part: fraction for part, fraction in self.fractions.items() if part not in self.tables}
-        part_N, train_N = divide_parts(np.full(len(train), "train"), strata, fractions), target_N["train"]
-        whole = {part: (table, np.arange(len(table)), target_N[part]) for part, table in self.tables.items()}
-        return whole | {part: (train, np.flatnonzero(part_N == part), train_N) for part in ("train", *fractions)}
+        part_N = divide_parts(np.full(len(train), "train"), strata, fractions)
+        parts = {part: (part, np.arange(len(table))) for part, table in self.tables.items()}
+        parts |= {part: ("train", np.flatnonzero(part_N == part)) for part in ("train", *fractions)}
+        return {part: self.open_rows(source, index_N, targets[source]) for part, (source, index_N) in parts.items()}
 
-    def open_part(self, part: str) -> Rows | None:
-        import datasets
+    def open_rows(self, part: str, index_N: Indices, target_N: NDArray[Any] | None) -> Rows:
+        from datasets import Image
 
-        if part not in self.rows:
-            return None
-        table, indices, target_N = self.rows[part]
-        if not len(indices):
-            raise UserError(f"data.root={self.root}: the {part} part has no rows. Add some.")
+        table = self.tables[part]
         classes = getattr(table.features[self.columns["target"]], "names", None)
-        table = table.select_columns([*self.columns.values()])
-        images = [column for column, feature in table.features.items() if isinstance(feature, datasets.Image)]
+        images = [column for column, feature in table.features.items() if isinstance(feature, Image)]
         for column in images:
-            table = table.cast_column(column, datasets.Image(decode=False))
+            table = table.cast_column(column, Image(decode=False))
         numbers = [column for column in table.column_names if column not in images]
         table = table.with_format("numpy", columns=numbers, output_all_columns=True)
-        target_N = None if target_N is None else target_N[indices]
-        return Rows(table, self.columns, indices, target_N, classes, self.decoding)
+        target_N = None if target_N is None else target_N[index_N]
+        return Rows(table, self.columns, index_N, target_N, classes, self.decoding)
+
+    def open_part(self, part: str) -> Rows | None:
+        return self.rows.get(part)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -411,5 +399,5 @@ class HuggingFace(WrappedDataset):
         files = sorted(self.root.rglob("*.arrow"))
         folder = self.cache / key_of("huggingface", files)
         content = decode_once(folder, lambda: ({}, {"sha256": [file_hash(path, "sha256") for path in files]})).extra
-        rows = {part: rows.tobytes() for part, (_, rows, _) in self.rows.items()}
+        rows = {part: rows.places.tobytes() for part, rows in self.rows.items()}
         return hashlib.sha256(repr((content["sha256"], self.columns, self.names, rows)).encode()).hexdigest()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.finding import leaves
+from lockstep.config.compose import PLACE
 from lockstep.config.formatting import pluralize
 from lockstep.reporting.report import Curve, Report
 from lockstep.run import find_run
@@ -20,7 +21,6 @@ SMALL = 1e-3
 DIMENSIONS = 4  # of a tensor, of which a sketch has sums
 Record = dict[str, Any]
 Numbers = dict[tuple[str, int], float]
-OWN = ("run", "runs_dir", "resume")  # config keys that only locate the run
 FORGOTTEN = ".current_score"  # score of the last validation; ModelCheckpoint saves it but does not load it
 # Rounding starts small and grows step by step; a different batch or formula shows at once.
 BEGINS = 1e-6  # largest relative difference in the first row
@@ -45,10 +45,13 @@ def relative(a: float, b: float) -> float:
     return abs(a - b) / abs(a) if a and not math.isnan(a - b) else math.inf
 
 
-def mapping_differences(a: dict[str, Any], b: dict[str, Any]) -> Iterator[str]:
+def differences(a: Mapping[str, Any], b: Mapping[str, Any], *, tolerance: float = 0.0) -> Iterator[str]:
+    """One line for each value that differs, of numbers by more than the tolerance."""
     for key in dict.fromkeys([*a, *b]):
-        if a.get(key, "absent") != b.get(key, "absent"):
-            yield f"{key}: {a.get(key, 'absent')} | {b.get(key, 'absent')}"
+        x, y = a.get(key, "absent"), b.get(key, "absent")
+        are_numbers = isinstance(x, int | float) and isinstance(y, int | float)
+        if relative(x, y) > tolerance if tolerance and are_numbers else x != y:
+            yield f"{key}: {x} | {y}"
 
 
 def series(run: Report) -> dict[str, Curve]:
@@ -74,48 +77,37 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     for name in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(name, no_rows), theirs.get(name, no_rows)
         if one.steps != other.steps:
-            only = {"first": {*one.steps} - {*other.steps}, "second": {*other.steps} - {*one.steps}}
-            texts = [
-                f"only the {run} run has step {', '.join(map(str, sorted(s)[:5]))}" for run, s in only.items() if s
-            ]
-            yield f"{name}: {pluralize(len(one.steps), 'row')} | {pluralize(len(other.steps), 'row')}; {'; '.join(texts)}"
+            texts = [f"{pluralize(len(one.steps), 'row')} | {pluralize(len(other.steps), 'row')}"]
+            for run, x, y in (("first", one, other), ("second", other, one)):
+                if only := sorted({*x.steps} - {*y.steps})[:5]:
+                    texts.append(f"only the {run} run has step {', '.join(map(str, only))}")
+            yield f"{name}: {'; '.join(texts)}"
             continue
-        rows = zip(one.steps, one.values, other.values, strict=True)
-        differing = [(step, x, y) for step, x, y in rows if relative(x, y) > tolerance]
-        if differing:
-            step, x, y = differing[0]
-            worst = max(relative(x, y) for _, x, y in differing)
-            yield f"{name}: {len(differing)} of {len(one.steps)} rows differ, the first at step {step} ({x} | {y}), by at most {worst:.2g}"
+        gaps = list(map(relative, one.values, other.values))
+        differing = [index for index, gap in enumerate(gaps) if gap > tolerance]
+        for i in differing[:1]:
+            first = f"the first at step {one.steps[i]} ({one.values[i]} | {other.values[i]})"
+            yield f"{name}: {len(differing)} of {len(gaps)} rows differ, {first}, by at most {max(gaps):.2g}"
 
 
 def rounding_verdict(a: Report, b: Report) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and the reason."""
     ours, theirs = (dict(zip(*series(run).get(LOSS, ([], [])), strict=True)) for run in (a, b))
-    rows = [(step, relative(x, theirs[step])) for step, x in ours.items() if step in theirs]
+    gaps = {step: relative(x, theirs[step]) for step, x in ours.items() if step in theirs}
+    purpose = "to distinguish rounding from a real difference"
     if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
-        return False, "rerun with trainer.precision=32-true to distinguish rounding from a real difference"
-    if len(rows) < FEWEST_ROWS:
-        return (
-            False,
-            f"compare runs with trainer.log_every_n_steps=1 and at least {FEWEST_ROWS} steps to distinguish rounding from a real difference",
-        )
-    (first, gap), peak = rows[0], BEGINS
-    if gap > BEGINS:
-        return False, f"{LOSS} differs by {gap:.2g} already at step {first}, which is more than rounding"
-    for step, gap in rows:
+        return False, f"rerun with trainer.precision=32-true {purpose}"
+    if len(gaps) < FEWEST_ROWS:
+        return False, f"compare runs with trainer.log_every_n_steps=1 and at least {FEWEST_ROWS} steps {purpose}"
+    first, peak = min(gaps), BEGINS
+    begins = f"{LOSS} differs by {gaps[first]:.2g}"
+    if gaps[first] > BEGINS:
+        return False, f"{begins} already at step {first}, which is more than rounding"
+    for step, gap in gaps.items():
         if gap > LEAP * peak:
             return False, f"the difference of {LOSS} jumps at step {step}, from {peak:.2g} to {gap:.2g}: not rounding"
         peak = max(peak, gap)
-    return True, f"{LOSS} differs by {rows[0][1]:.2g} at step {first}, by at most {peak:.2g} later, without jumps"
-
-
-def metric_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
-    """Differences of the reports in logged metrics and in the length of training."""
-    logged = (key for run in (a, b) for key in run if key in series(run))
-    for key in dict.fromkeys([*logged, "train/steps", "train/epochs"]):
-        pair: list[Any] = [run.get(key) for run in (a, b)]
-        if relative(*pair) > tolerance if all(isinstance(value, int | float) for value in pair) else pair[0] != pair[1]:
-            yield f"{key}: {pair[0]} | {pair[1]}"
+    return True, f"{begins} at step {first}, by at most {peak:.2g} later, without jumps"
 
 
 def tensor_difference(x: Any, y: Any) -> float:
@@ -148,29 +140,34 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
         for which, keys in (("first", a.keys() - b.keys()), ("second", b.keys() - a.keys())):
             if keys:
                 yield f"{part}: only in the {which} run: {', '.join(sorted(keys)[:5])}{', ...' * (len(keys) > 5)}"
-        shared = [key for key in a if key in b]
-        tensors = [key for key in shared if isinstance(a[key], Tensor) and isinstance(b[key], Tensor)]
-        gaps = {key: tensor_difference(a[key], b[key]) for key in tensors}
-        differing = [key for key in tensors if gaps[key] > tolerance]
-        if differing:
-            worst = max(differing, key=gaps.__getitem__)
-            yield f"{part}: {len(differing)} of {len(tensors)} tensors differ; the largest difference is in {worst} ({gaps[worst]:.2g})"
-        for key in shared:
-            if key not in gaps and not key.endswith(FORGOTTEN) and (type(a[key]), a[key]) != (type(b[key]), b[key]):
-                yield f"{part}: {key}: {a[key]} | {b[key]}"
+        gaps = dict[str, float]()
+        for key in (key for key in a if key in b):
+            x, y = a[key], b[key]
+            if isinstance(x, Tensor) and isinstance(y, Tensor):
+                gaps[key] = tensor_difference(x, y)
+            elif not key.endswith(FORGOTTEN) and (type(x), x) != (type(y), y):
+                yield f"{part}: {key}: {x} | {y}"
+        count, worst = sum(gap > tolerance for gap in gaps.values()), max(gaps, key=gaps.__getitem__, default="")
+        if count:
+            yield f"{part}: {count} of {len(gaps)} tensors differ; the largest difference is in {worst} ({gaps[worst]:.2g})"
 
 
 def first_different_digest(a: Report, b: Report) -> Iterator[str]:
     """The first step, logical rank and tensors that differ; nothing if all are equal or a run has no digests (`exact.digests`)."""
-    ours, theirs = (
-        {(row["step"], row["what"], row["name"]): row["digest"] for row in run.run_folder.digests_log.rows()}
-        for run in (a, b)
-    )
+    logs = (run.run_folder.digests_log.rows() for run in (a, b))
+    ours, theirs = ({(row["step"], row["what"], row["name"]): row["digest"] for row in rows} for rows in logs)
     different = [key for key, digest in ours.items() if theirs.get(key, digest) != digest]
     for step, what, _ in different[:1]:
         names = [key[2] for key in different if key[:2] == (step, what)]
         rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield f"the runs diverge at step {step}, in the {what} {', '.join(names[:3])}{rest}"
+
+
+def checkpoints(run: Report) -> dict[str, Path]:
+    """The last and the tested checkpoint, if they exist."""
+    files = {"last": "last.ckpt", "tested": Path(str(run.get("checkpoint"))).name}
+    paths = {name: run.run_folder.checkpoints / file for name, file in files.items()}
+    return {name: path for name, path in paths.items() if os.path.exists(path)}  # noqa: PTH110 - Path.exists raises for long names
 
 
 def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
@@ -180,33 +177,22 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
     parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
     batches_are_divided = all(run.settings.get("exact.logical_ranks") for run in (a, b))
     parts += ("loops",) if exact and not batches_are_divided else ()  # `loops` counts the micro-batches of one process
-    configs = [{key: value for key, value in run.settings.items() if key not in OWN} for run in (a, b)]
-    data = [{key: run.get(key) for key in DATA} for run in (a, b)]
-    diffs = {
-        "config": list(mapping_differences(*configs)),
-        "data": list(mapping_differences(*data)),
+    configs = ({key: value for key, value in run.settings.items() if key not in PLACE} for run in (a, b))
+    logged = [key for run in (a, b) for key in run if key in series(run)]
+    values = [{key: run.get(key) for key in (*logged, "train/steps", "train/epochs")} for run in (a, b)]
+    data = ({key: run.get(key) for key in DATA} for run in (a, b))
+    ours, theirs = checkpoints(a), checkpoints(b)
+    names = ({name: path.name if exact else "present" for name, path in paths.items()} for paths in (ours, theirs))
+    weights = [*(first_different_digest(a, b) if exact else ()), *differences(*names)]
+    for name in (name for name in ours if name in theirs):
+        weights += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
+    return {
+        "config": list(differences(*configs)),
+        "data": list(differences(*data)),
         "log": list(log_differences(a, b, allowed)),
-        "metrics": list(metric_differences(a, b, allowed)),
-        "weights": list(first_different_digest(a, b)) if exact else [],
+        "metrics": list(differences(*values, tolerance=allowed)),
+        "weights": weights if ours or theirs else ["neither run has a checkpoint to compare"],
     }
-    paths = [
-        {
-            name: run.run_folder.checkpoints / Path(str(file)).name
-            for name, file in (("last", "last.ckpt"), ("tested", run.get("checkpoint")))
-        }
-        for run in (a, b)
-    ]
-    ours, theirs = ({name: path for name, path in by_name.items() if os.path.exists(path)} for by_name in paths)  # noqa: PTH110 - Path.exists raises for long names
-    if not ours and not theirs:
-        diffs["weights"].append("neither run has a checkpoint to compare")
-    for name in dict.fromkeys([*ours, *theirs]):
-        if name not in ours or name not in theirs:
-            diffs["weights"].append(f"{name}: {ours.get(name, 'absent')} | {theirs.get(name, 'absent')}")
-            continue
-        if exact and ours[name].name != theirs[name].name:
-            diffs["weights"].append(f"{name}: {ours[name].name} | {theirs[name].name}")
-        diffs["weights"] += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
-    return diffs
 
 
 def agree(diffs: dict[str, list[str]]) -> bool:

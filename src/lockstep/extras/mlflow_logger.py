@@ -20,7 +20,7 @@ log = logging.getLogger("lockstep")
 # other runs were ended from outside: KILLED
 STATUS = {"done": "FINISHED", "pruned": "FINISHED", "failed": "FAILED", "diverged": "FAILED"}
 ID = "lockstep.id"  # the tag that identifies a run when it is resumed
-PARAMS, LONGEST = 100, 500  # parameters per request; characters per value, which every server version accepts
+LONGEST = 250  # characters of a value that Lightning's logger keeps
 
 
 class MLflow(MLFlowLogger):
@@ -45,9 +45,7 @@ class MLflow(MLFlowLogger):
         log_model: bool = False,
     ) -> None:
         if find_spec("mlflow") is None:
-            raise UserError(
-                "logger=mlflow needs mlflow-skinny. Run uv sync --extra mlflow, or pip install mlflow-skinny."
-            )
+            raise UserError("logger=mlflow needs mlflow-skinny. Run uv sync --extra mlflow, or pip install it.")
         Logger.__init__(self)
         self.id, self.log_model, self.connected = id, log_model, False
         # the client's defaults, 7 retries of 120 s, would block a run for minutes
@@ -84,9 +82,8 @@ class MLflow(MLFlowLogger):
         from mlflow.tracking import MlflowClient
 
         client, name = MlflowClient(self.options["tracking_uri"]), self.options["experiment_name"]
-        if client.get_experiment_by_name(name) is None:
-            with suppress(MlflowException):  # another run created it first
-                client.create_experiment(name, self.options["artifact_location"])
+        with suppress(MlflowException):  # it exists
+            client.create_experiment(name, self.options["artifact_location"])
         experiment = client.get_experiment_by_name(name)
         runs = client.search_runs([experiment.experiment_id], f"tags.`{ID}` = '{self.id}'") if experiment else []
         for run in runs[:1]:
@@ -97,16 +94,13 @@ class MLflow(MLFlowLogger):
     @rank_zero_only
     def log_hyperparams(self, params: Any) -> None:
         """Logs new parameters. MLflow's parameters cannot change; values that a resume changed become tags, `resumed.<key>`."""
-        from mlflow.entities import Param, RunTag
-
         client, run = self.experiment, self.run_id
         logged = client.get_run(run).data.params
         values = {re.sub(r"[^\w./ -]", "_", key): str(value)[:LONGEST] for key, value in flat(params).items()}
-        new = [Param(key, value) for key, value in values.items() if key not in logged]
-        for start in range(0, len(new), PARAMS):
-            client.log_batch(run, params=new[start : start + PARAMS])
-        changed = [RunTag(f"resumed.{key}", value) for key, value in values.items() if logged.get(key, value) != value]
-        client.log_batch(run, tags=changed)
+        super().log_hyperparams({key: value for key, value in values.items() if key not in logged})
+        for key in values.keys() & logged:
+            if values[key] != logged[key]:
+                client.set_tag(run, f"resumed.{key}", values[key])
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor
 
 from lockstep.checkpoints.finding import checkpoint_paths
@@ -45,29 +46,27 @@ Columns = Mapping[str, Sequence[tuple[int, float]]]  # of metrics.csv, as pairs 
 def headline_parts(module: Any, report: dict[str, Any]) -> dict[str, Any]:
     """The primary metric as the page shows it: its name, number and unit, the rest of its text, and its interval."""
     name, text, interval = headline(module, report)
-    value, _, rest = text.partition(" ")
-    if not re.fullmatch(r"-?[\d.,e+-]+%?|nan|inf", value):
-        value, rest = "", ""
-    unit, scale, digits = ("%", 100, 2) if value.endswith("%") else ("", 1, 4)
+    match = re.fullmatch(r"(-?[\d.,e+-]+|nan|inf)(%?)(?: (?:of |on )?(.*))?", text, re.DOTALL)
+    number, unit, rest = match.groups("") if match else ("", "", "")
+    ends = [f"{100 * end:.2f}" if unit else f"{end:.4f}" for end in interval or ()]
     return {
         "name": name[:1].upper() + name[1:],
-        "number": value.removesuffix("%"),
+        "number": number,
         "text": text,
         "unit": unit,
-        "rest": rest.removeprefix("of ").removeprefix("on "),
-        "interval": " to ".join(f"{scale * end:.{digits}f}" for end in interval) + unit if interval else "",
+        "rest": rest,
+        "interval": " to ".join(ends) + unit if ends else "",
     }
 
 
 # --- Curves of training ---
 
 
-Chart = tuple[str, str, tuple[str, ...]]  # title, unit, columns of metrics.csv
 CHARTS, CURVES = 24, 8  # maximum number of charts in addition to the task's own; of curves per chart
 
 
-def charts_of(module: Any, of_rank_0: set[str], logged: Sequence[str]) -> list[Chart]:
-    """The module's `curves`, then training and validation by metric, then all other values, with the module's `titles`."""
+def charts_of(module: Any, of_rank_0: set[str], logged: Sequence[str]) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Title, unit and columns of metrics.csv of each chart: the module's `curves`, then training and validation by metric, then all other values, with the module's `titles`."""
     sets = hook(module, "evaluation_sets", lambda stage: [stage])("val")
     own = [
         (title, unit, tuple(n.replace("val", s, 1) for n in names for s in (sets if n.startswith("val/") else ["val"])))
@@ -76,13 +75,13 @@ def charts_of(module: Any, of_rank_0: set[str], logged: Sequence[str]) -> list[C
     drawn, groups = {name for _, _, names in own for name in names}, dict[tuple[bool, str], list[str]]()
     for name in logged:
         if name not in drawn and not name.endswith("/count"):
-            of_set = next((name.removeprefix(f"{each}/") for each in sets[1:] if name.startswith(f"{each}/")), None)
-            match = STAGE.fullmatch(f"val/{of_set}" if of_set else name)
+            of_set = next((each for each in sets[1:] if name.startswith(f"{each}/")), "val")
+            match = STAGE.fullmatch(name.replace(of_set, "val", 1))
             groups.setdefault((not match, match[2] if match else name), []).append(name)
-    charts = [(name, groups[key, name][:CURVES]) for key, name in sorted(groups, key=itemgetter(0))[:CHARTS]]
-    for name, names in charts:
-        title, unit = hook(module, "titles", {}).get(name, (name, ""))
-        own.append((f"{title}{OF_RANK_0}" if of_rank_0 & {*names} else title, unit, tuple(names)))
+    for key in sorted(groups, key=itemgetter(0))[:CHARTS]:
+        names = groups[key][:CURVES]
+        title, unit = hook(module, "titles", {}).get(key[1], (key[1], ""))
+        own.append((title + OF_RANK_0 * (not of_rank_0.isdisjoint(names)), unit, tuple(names)))
     return own
 
 
@@ -110,24 +109,24 @@ def drawn_curves(
     for title, y_unit, names in curves:
         pairs = [(label, name) for label, name in zip(labels(names), names, strict=True) if name in columns]
         lines = {label: columns[name] for label, name in pairs}
-        panel = {"title": title, "unit": y_unit, "svg": "", "keys": [], "values": []}
-        if lines and all(len(points) == 1 for points in lines.values()):
-            values = [("" if len(pairs) == 1 else label, metric(name, columns[name][0][1])) for label, name in pairs]
-            yield panel | {"values": values}
-            continue
         validated = any(name.startswith("val") for _, name in pairs)
-        svg = chart(
-            title,
-            "step",
-            lines,
-            x_range=(0.0, max(1.0, last_step)),
-            highest=max(highest(module, name) for name in names),
-            percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
-            mark=("best checkpoint", float(best[1])) if best and validated else None,
-            second_x=(f"{unit} seen", batch) if batch else None,
-        )
-        if svg:
-            yield panel | {"svg": svg, "keys": with_colours(lines) if validated else []}
+        svg, values = "", list[tuple[str, str]]()
+        if all(len(points) == 1 for points in lines.values()):
+            values = [(label * (len(pairs) > 1), metric(name, columns[name][0][1])) for label, name in pairs]
+        else:
+            svg = chart(
+                title,
+                "step",
+                lines,
+                x_range=(0.0, max(1.0, last_step)),
+                highest=max(highest(module, name) for name in names),
+                percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
+                mark=("best checkpoint", float(best[1])) if best and validated else None,
+                second_x=(f"{unit} seen", batch) if batch else None,
+            )
+        if svg or values:
+            keys = with_colours(lines) if svg and validated else []
+            yield {"title": title, "unit": y_unit, "svg": svg, "keys": keys, "values": values}
 
 
 def labels(names: Sequence[str]) -> list[str]:
@@ -135,7 +134,9 @@ def labels(names: Sequence[str]) -> list[str]:
     stages, _, metrics = zip(*(name.partition("/") for name in names), strict=True)
     if "" in metrics:
         return list(names)
-    return list(stages) if len(set(metrics)) == 1 else list(metrics) if len(set(stages)) == 1 else list(names)
+    if len({*metrics}) == 1:
+        return list(stages)
+    return list(metrics if len({*stages}) == 1 else names)
 
 
 # --- The page ---
@@ -159,22 +160,20 @@ def write_page(
     galleries = [panel for panel in panels if isinstance(panel, Gallery)]
     if failed and metrics:
         report = {"train/steps": int(metrics[-1]["step"]), **report}
-    doubled = {"max_epochs": 2 * (report.get("train/epochs") or 1), "max_steps": 2 * (report.get("train/steps") or 1)}
-    limits = [name for name in doubled if (config.get(f"trainer.{name}") or 0) > 0] or ["max_epochs"]
+    limits = [name for name in ("epochs", "steps") if (config.get(f"trainer.max_{name}") or 0) > 0] or ["epochs"]
     values: dict[str, Any] = {
         "run": to_hydra(str(config.run)),
         "folder": shlex.quote(str(folder.path)) if is_in_runs_dir else config.run,
         "there": is_in_runs_dir,
-        "longer": " ".join(f"trainer.{name}={doubled[name]}" for name in limits),
+        "longer": " ".join(f"trainer.max_{name}={2 * (report.get(f'train/{name}') or 1)}" for name in limits),
         "overrides": overrides_of(report),
         "config": as_yaml(config),
         "report": report,
         "progress": progress,
-        "unit": report.get("unit", "samples"),
         "headline": headline_parts(module, report),
         "warnings": [*filter(None, [report.get("data/notice")]), *warnings_in(log_lines)],
-        "last_rows": metrics[-ROWS:] if failed else [],
-        "log_lines": log_lines[-LINES:] if failed else [],
+        "last_rows": metrics[-ROWS:] * failed,
+        "log_lines": log_lines[-LINES:] * failed,
         "curves": list(drawn_curves(module, of_rank_0, metric_series(metrics), report)) if module else [],
         "test_panels": [panel for panel in panels if not isinstance(panel, Gallery)],
         "galleries": galleries,
@@ -198,9 +197,8 @@ def denormalised(input_BCHW: Any, metadata: Mapping[str, Any]) -> Any:
     mean, std = metadata.get("mean"), metadata.get("std")
     if getattr(input_BCHW, "ndim", 0) != 4 or not mean or not std or len(mean) != input_BCHW.shape[1]:
         return None
-    image_BCHW = input_BCHW.detach().float().cpu()
-    mean_C, std_C = (image_BCHW.new_tensor(values).view(-1, 1, 1) for values in (mean, std))
-    return ((image_BCHW * std_C + mean_C) * 255).round().clamp(0, 255).byte()
+    mean_C, std_C = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    return ((input_BCHW.detach().float().cpu() * std_C + mean_C) * 255).round().clamp(0, 255).byte()
 
 
 def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
@@ -208,16 +206,16 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     if not isinstance(batch, dict):
         batch = dict(zip(("input", "target"), batch, strict=False)) if isinstance(batch, list | tuple) else {}
     images, target, index = batch.get("input"), batch.get("target"), batch.get("index")
-    if not isinstance(images, Tensor) or images.dim() != 4:
+    if not isinstance(images, Tensor) or images.dim() != 4 or images.shape[1] not in (1, 3):
         return []
     images = images[:SHOWN].detach().float().cpu()  # SYNC: once a run
     image_BCHW, classes = denormalised(images, metadata), metadata.get("classes") or ()
-    index_B = index[:SHOWN].tolist() if isinstance(index, Tensor) else [None] * SHOWN
-    single = isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point()
-    target_B = [str(classes[t]) if 0 <= t < len(classes) else str(t) for t in target[:SHOWN].tolist()] if single else []
-    labels: list[dict[str, Any]] = [{"target": name} for name in target_B] or [{}] * SHOWN
-    pictures = filter(lambda image: image is not None, map(picture, images if image_BCHW is None else image_BCHW))
-    return [Sample(*row) for row in zip(index_B, labels, pictures, strict=False)]
+    index_B = index.tolist() if isinstance(index, Tensor) else [None] * SHOWN
+    facts: list[dict[str, Any]] = [{}] * SHOWN
+    if isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point():
+        facts = [{"target": str(classes[t] if 0 <= t < len(classes) else t)} for t in target[:SHOWN].tolist()]
+    pictures = map(picture, images if image_BCHW is None else image_BCHW)
+    return [Sample(*row) for row in zip(index_B, facts, pictures, strict=False)]
 
 
 class LivePage(TestPanels):

@@ -14,8 +14,6 @@ from lockstep.kit.images import spatial
 from lockstep.kit.pixels import resize_nearest
 from lockstep.training.arithmetic import steps_done, total_steps
 
-ENDLESS = "it needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>"
-
 
 @dataclass(eq=False)
 class ProgressiveResize(Checked, Callback):
@@ -33,7 +31,6 @@ class ProgressiveResize(Checked, Callback):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.steps = math.inf
         if self.delay_fraction + self.finetune_fraction > 1:
             raise ValueError("delay_fraction + finetune_fraction is above 1. Set smaller values")
 
@@ -48,25 +45,20 @@ class ProgressiveResize(Checked, Callback):
 
     def resized(self, batch: Batch, progress: float) -> Batch:
         """A batch after `preprocess`, with resized images and masks."""
-        image_BCHW = batch["input"]
-        if image_BCHW.dim() != 4 or not all(hasattr(v, "ndim") for v in spatial(batch).values()):
+        if not isinstance(batch, dict):
+            raise UserError("callbacks.progressive_resize needs batches that are dicts: task.named_batches=true.")
+        image_BCHW, values = batch["input"], spatial(batch)
+        if image_BCHW.dim() != 4 or not all(hasattr(value, "ndim") for value in values.values()):
             raise UserError("callbacks.progressive_resize resizes only images and masks. Remove it.")
         whole = image_BCHW.shape[-1]
-        side = self.side(whole, progress)
-        if side == whole:
+        if (side := self.side(whole, progress)) == whole:
             return batch
-        masks = {name: resize_nearest(v, (side, side)) for name, v in spatial(batch).items() if v.shape[-1] == whole}
+        masks = {name: resize_nearest(v, (side, side)) for name, v in values.items() if v.shape[-1] == whole}
         small_BCHW = F.interpolate(image_BCHW, size=(side, side), mode="bilinear", antialias=True)
         return {**batch, **masks, "input": small_BCHW}
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.steps = total_steps(trainer)
-        if math.isinf(self.steps):
-            raise UserError(f"callbacks.progressive_resize: {ENDLESS}.")
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if not isinstance(batch, dict):
-            raise UserError(
-                "callbacks.progressive_resize needs batches that are dicts. Set task.named_batches=true, or remove the callback."
-            )
-        batch.update(self.resized(batch, steps_done(trainer) / self.steps))
+        if math.isinf(steps := total_steps(trainer)):
+            limits = "trainer.max_epochs=<n> or trainer.max_steps=<n>"
+            raise UserError(f"callbacks.progressive_resize needs the run's number of steps. Set {limits}.")
+        batch.update(self.resized(batch, steps_done(trainer) / steps))

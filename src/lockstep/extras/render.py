@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 420, 232
 LEFT, RIGHT, TOP, BOTTOM = 46, 410, 14, 190  # the frame around the curves
-COLOURS = 8  # CSS classes c0 to c7, in addition to those of the splits
-SPLITS = ("train", "val", "test")
+COLOURS = 8  # CSS classes c0 to c7, in addition to those of NAMED
+NAMED = {"train": "train", "val": "val", "test": "test", "perfect": "quiet"}  # by the beginning of a name
 FEW, MANY = 16, 1000  # up to FEW points get markers; more than `many` are thinned out
 
 
@@ -51,18 +52,18 @@ def chart(
     parts = {name: groupby(thin_out(points, many), is_finite) for name, points in series.items()}
     lines = {name: [list(part) for finite, part in groups if finite] for name, groups in parts.items()}
     lines = {name: parts for name, parts in lines.items() if parts}  # pieces of a curve, between its gaps
-    scatter = [point for point in scatter if is_finite(point)]
-    corners = [p for points in (*chain(*lines.values()), scatter) for p in points]
+    scatter = [*filter(is_finite, scatter)]
+    corners = [*chain.from_iterable(chain(*lines.values(), [scatter]))]
     corners += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
     if not corners:
         return Markup()
-    left, right = x_range or value_range([x for x, _ in corners])
-    bottom, top = value_range([y for _, y in corners])
+    xs, ys = zip(*corners, strict=True)
+    left, right = x_range or value_range(xs)
+    bottom, top = value_range(ys)
     bottom = 0.0 if bars else bottom
-    top = min(top, highest) if max(y for _, y in corners) <= highest else top
+    top = min(top, highest) if max(ys) <= highest else top
     axes = [("in-x", xlabel, 1.0), ("in-per", *second_x)] if second_x else [("", xlabel, 1.0)]
     values: dict[str, Any] = {
-        "frame": {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
         "title": title,
         "percent": percent,
         "at_x": lambda x: LEFT + (x - left) / (right - left) * (RIGHT - LEFT),
@@ -73,19 +74,16 @@ def chart(
         "x_axes": [(css, label, per, ticks(left * per, right * per)) for css, label, per in axes],
         "diagonal": (max(left, bottom), min(right, top)) if diagonal else None,
         "mark": mark if mark and left <= mark[1] <= right else None,
-        "mark_at_end": mark and mark[1] > (left + right) / 2,
         "bars": bars,
         "dots": scatter,
         "curves": [(name, (colours or dict(with_colours(lines)))[name], parts) for name, parts in lines.items()],
-        "few": FEW,
     }
     return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
 
 
 def with_colours(names: Collection[str], one: str = "c0") -> list[tuple[str, str]]:
     """Each series with its colour. A split has the same colour in every chart, and `perfect` a muted one. `one`: for a single series."""
-    colour_of = {name: split for name in names for split in SPLITS if name.startswith(split)}
-    colour_of |= {"perfect": "quiet"} if "perfect" in names else {}
+    colour_of = {name: colour for name in names for start, colour in NAMED.items() if name.startswith(start)}
     others = [name for name in names if name not in colour_of]
     colour_of |= {name: one if len(others) == 1 else f"c{index % COLOURS}" for index, name in enumerate(others)}
     return [(name, colour_of[name]) for name in names]
@@ -125,10 +123,10 @@ def thin_out(points: Points, many: int = MANY) -> Points:
     thinned_points = list[tuple[float, float]]()
     for first in range(0, len(points), group_size):
         group = points[first : first + group_size]
-        finite, gaps = ([p for p in group if is_finite(p) is flag] for flag in (True, False))
-        heights = sorted(finite, key=lambda point: point[1])
-        ends = {*heights[:1], *heights[-1:], *gaps[:1]}
-        thinned_points += [point for point in group if point in ends]
+        heights = sorted(filter(is_finite, group), key=itemgetter(1))
+        gaps = [point for point in group if not is_finite(point)]
+        kept = {*heights[:1], *heights[-1:], *gaps[:1]}
+        thinned_points += [point for point in group if point in kept]
     return thinned_points
 
 
@@ -138,17 +136,15 @@ FOLDER = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
+ENVIRONMENT.filters |= {function.__name__: function for function in (percent, seconds, number, size, compact)}
 ENVIRONMENT.filters |= {
-    "percent": percent,
-    "seconds": seconds,
-    "number": number,
     "shown": to_text,
-    "size": size,
-    "compact": compact,
     "metric": lambda value, name: metric(name, value),
     "logged": lambda value, name: percent(value) if is_fraction(name, value) else f"{value:,.6g}",
     "interval": lambda ends: f"{100 * ends[0]:.1f}–{100 * ends[1]:.1f}",
 }
+FRAME = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
+ENVIRONMENT.globals |= {"frame": FRAME, "few": FEW}
 ENVIRONMENT.policies["json.dumps_kwargs"] = {}  # keys are not sorted
 MARKUP = re.compile(r"[\\`*\[\]|~]|(?<!\w)_|_(?!\w)")  # Markdown's markup, in addition to HTML's
 

@@ -8,29 +8,22 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 from lockstep.config.compose import PLACE
 from lockstep.config.formatting import is_fraction, metric, number, seconds, to_text
 from lockstep.config.run_config import COMPONENTS
 from lockstep.errors import UserError
-from lockstep.extras.render import COLOURS, chart, render
+from lockstep.extras.render import COLOURS, Points, chart, render
 from lockstep.machine.files import read_text
-from lockstep.reporting.report import Curve, Report
+from lockstep.reporting.report import Report, metric_series
 from lockstep.run import metrics_of_test
 
 METRICS, POINTS, SETTINGS = 6, 100, 12  # with these limits, 100 runs stay below 5 MB
 # Keys that Lockstep sets, not the user.
 DERIVED = ("logger.", "data.source", "loader.num_workers", "trainer.precision", "trainer.log_every_n_steps")
 Values = dict[str, Any]
-
-
-class Column(NamedTuple):
-    head: str
-    title: str
-    form: Callable[[Any], str]  # formats a value
-    values: list[Any]  # one for each run
 
 
 def differing_keys(runs: Sequence[Report]) -> list[str]:
@@ -51,25 +44,22 @@ def differing_keys(runs: Sequence[Report]) -> list[str]:
 def curve_charts(
     runs: Sequence[Report], monitors: Sequence[str], unit: str, colours: Mapping[str, str]
 ) -> Iterator[Values]:
-    """A chart for each metric, monitored ones first; a second one over samples seen if the batch sizes differ."""
-    batches, curves = {run["run"]: int(run.get("batch_size") or 1) for run in runs}, dict[str, dict[str, Curve]]()
+    """A chart for each metric, monitored ones first: over steps, and over samples seen, as the batch sizes may differ."""
+    batches = {run["run"]: int(run.get("batch_size") or 1) for run in runs}
+    curves: dict[str, dict[str, Points]] = {}  # by name, then by run
     for run in runs:
         with suppress(UserError):
-            curves[run["run"]] = run.curves
-    names = dict.fromkeys(name for columns in curves.values() for name in columns)
-    drawn = [n for n in names if n != "epoch" and not n.endswith("/count") and not n.startswith("test/")]
-    sizes = list({batches[run] for run, columns in curves.items() if columns})
+            for name, points in metric_series(run.run_folder.metrics()).items():
+                curves.setdefault(name, {})[run["run"]] = points
+    drawn = [n for n in curves if n != "epoch" and not n.endswith("/count") and not n.startswith("test/")]
     for name in sorted(drawn, key=lambda name: (name not in monitors, "loss" not in name))[:METRICS]:
-        by_step = {run: list(zip(*columns[name], strict=True)) for run, columns in curves.items() if name in columns}
+        by_step = curves[name]
         if all(len(points) == 1 for points in by_step.values()):
             continue  # the table has these numbers
         percent = is_fraction(name, *(y for points in by_step.values() for _, y in points))
         draw = partial(chart, name, colours=colours, percent=percent, many=POINTS)
-        if len(sizes) == 1:
-            svgs = [("", draw("step", by_step, second_x=(f"{unit} seen", sizes[0])))]
-        else:
-            by_sample = {run: [(x * batches[run], y) for x, y in points] for run, points in by_step.items()}
-            svgs = [(" in-x", draw("step", by_step)), (" in-per", draw(f"{unit} seen", by_sample))]
+        by_sample = {run: [(x * batches[run], y) for x, y in points] for run, points in by_step.items()}
+        svgs = [("in-x", draw("step", by_step)), ("in-per", draw(f"{unit} seen", by_sample))]
         yield {"name": name, "svgs": svgs}
 
 
@@ -77,17 +67,17 @@ def best_run(runs: Sequence[Report], monitor: str) -> Report | None:
     """The run with the best monitored value; None if the runs do not share a direction."""
     scored = [run for run in runs if isinstance(run.get(monitor), int | float)]
     modes = {run.get("monitor_mode") for run in scored if run.get("monitor") == monitor}
-    if not scored or len(modes) != 1:
+    if len(modes) != 1:
         return None
     return (max if modes == {"max"} else min)(scored, key=lambda run: run[monitor])
 
 
 def confusion(run: Report) -> Values | None:
     """The confusion matrix in the raw panels.json: decoding it would import torch."""
-    with suppress(OSError, ValueError, AttributeError, TypeError, KeyError, RecursionError):
+    with suppress(Exception):  # the file is missing or damaged, or has no matrix
         panels = json.loads(read_text(run.run_folder.panels_file))
-        matrix = next((panel for panel in panels if panel.get("__panel__") == "Matrix"), None)
-        return matrix and {key: matrix[key] for key in ("names", "values")}
+        matrix = next(panel for panel in panels if panel["__panel__"] == "Matrix")
+        return {key: matrix[key] for key in ("names", "values")}
     return None
 
 
@@ -124,13 +114,10 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
         (f"{unit}/s", f"train/{unit}_per_s", "{:,.0f}".format),
         ("time", "wall_s", seconds),
     ]
-    columns = [Column(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
-    columns += [Column(head, key, to_text, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
-    pages = [run.run_folder.page_file for run in runs]
-    links = [
-        quote(os.fsencode(os.path.relpath(page, out.parent).replace(os.sep, "/"))) if page.is_file() else ""
-        for page in pages
-    ]
+    columns = [(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
+    columns += [(head, key, to_text, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
+    paths = (os.path.relpath(run.run_folder.page_file, out.parent).replace(os.sep, "/") for run in runs)
+    links = [quote(os.fsencode(path)) for path in paths]
     colours = {run["run"]: f"c{index % COLOURS}" for index, run in enumerate(runs)}
     best = best_run(runs, monitors[0]) if monitors else None
     compared = {
@@ -148,7 +135,7 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
         "colours": colours,
         "unit": unit,
         "columns": columns,
-        "rows": list(zip(runs, links, zip(*(column.values for column in columns), strict=True), strict=True)),
+        "rows": list(zip(runs, links, strict=True)),
         "left_out": settings[SETTINGS:],
         "metrics": metrics,
         "heads": {key: head for key, head in heads.items() if key != "seed"},

@@ -26,7 +26,7 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from lockstep.config.compose import config_file, is_group
+from lockstep.config.compose import is_group
 from lockstep.config.formatting import to_text
 from lockstep.config.project import command
 from lockstep.config.schema import RECIPES
@@ -45,67 +45,53 @@ OWNER = "sweep"  # the user attribute of a trial that names the sweep it belongs
 def directions(objective: Any, monitor: str | None, mode: str) -> dict[str, str]:
     """The metrics to optimise, with their directions. Raises UserError if a direction is unknown."""
     modes: dict[Any, str] = {"val/loss": "min", monitor: mode, **dict.fromkeys(COSTS, "min")}
-    names: list[Any] = [objective] if isinstance(objective, str | None) else list(objective)
+    names: list[Any] = [objective] if isinstance(objective, str) else list(objective or [None])
     modes |= {name: "max" for name in names if str(name).endswith("_per_s")}
-    invalid = [name for name in names if name is None or name not in modes] if names else [None]
     raise_problems(
-        f"hydra.sweeper.objective={to_text(name)} is invalid; expected {to_text(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed "
-        "(train/..._per_s). For a different validation metric, set checkpoint.monitor=<metric> checkpoint.mode=max (or min). "
-        "Selecting on the test set would invalidate its metrics."
-        for name in invalid
+        f"hydra.sweeper.objective={to_text(name)} is invalid; expected {to_text(monitor)} (checkpoint.monitor), val/loss, {', '.join(COSTS)}, or a speed (train/..._per_s). For a different validation metric, set checkpoint.monitor=<metric> checkpoint.mode=max (or min). Selecting on the test set would invalidate its metrics."
+        for name in names
+        if name is None or name not in modes
     )
     return {name: {"min": "minimize", "max": "maximize"}[modes[name]] for name in names}
 
 
-def open_storage(url: str) -> RDBStorage:
-    """The storage at `url`. Creating its tables fails if two machines do it at once, so it is retried."""
-    for _ in range(ATTEMPTS - 1):
-        with suppress(SQLAlchemyError):
-            return RDBStorage(url)
-        time.sleep(1)
-    return RDBStorage(url)
-
-
 def open_study(url: str, name: str, **options: Any) -> tuple[RDBStorage, optuna.Study]:
     """The study `name` in the storage at `url`, created if it does not exist. Raises UserError: the storage cannot be used."""
-    try:
-        storage = open_storage(url)
-        study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, **options)
-        study.get_trials()
-    except (SQLAlchemyError, OptunaError, ImportError, ValueError) as e:
-        shown_url, _, _ = re.sub(r"(//[^/@]*:)[^/@]*@", r"\1***@", url).partition("?")
-        raise UserError(
-            f"{shown_url}: this sweep storage cannot be used ({str(e).partition(chr(10))[0]}). Restore the database or start its "
-            "server; or set run=<new name> for a new sweep, or a different hydra.sweeper.storage."
-        ) from None
-    return storage, study
+    for _ in range(ATTEMPTS):  # creating the tables fails if two machines do it at once
+        try:
+            storage = RDBStorage(url)
+            study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, **options)
+            study.get_trials()
+            return storage, study
+        except (SQLAlchemyError, OptunaError, ImportError, ValueError) as e:
+            reason = str(e).partition("\n")[0]
+        time.sleep(1)
+    shown_url = re.sub(r"(//[^/@]*:)[^/@]*@", r"\1***@", url).partition("?")[0]
+    raise UserError(
+        f"{shown_url}: this sweep storage cannot be used ({reason}). Restore the database or start its server; or set run=<new name> for a new sweep, or a different hydra.sweeper.storage."
+    )
 
 
 class StudySweeper(SweeperSteps):
     """Runs the missing trials of `n_trials`: first this sweep's interrupted ones, with `resume=auto`, then new ones."""
 
     def __init__(
-        self, objective: Any, monitor: str | None, mode: str, pruner: DictConfig | None, sampler: Any, **options: Any
+        self, objective: Any, monitor: str | None, mode: str, pruner: Any, sampler: Any, **options: Any
     ) -> None:
         from hydra.utils import instantiate
 
         metrics = directions(objective, monitor, mode)
         self.objectives = list(metrics)
-        self.pruner = {str(key): pruner[key] for key in pruner} if pruner else {}
-        first = self.objectives[0]
+        self.pruner, first = pruner, self.objectives[0]
         if self.pruner and (len(metrics) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation metric. Set hydra/sweeper/pruner=none."
             )
-        if not options["n_jobs"] > 0:
+        if options["n_jobs"] < 1:
             raise UserError(f"hydra.sweeper.n_jobs={options['n_jobs']} is invalid; expected at least 1.")
         self.unfinished: set[int] = set()  # trials that the system ended; rerunning the sweep continues them
-        super().__init__(
-            sampler=instantiate(sampler, _execution_whitelist_=SAMPLERS),
-            direction=list(metrics.values()),
-            max_failure_rate=1.0,
-            **options,
-        )
+        sampler = instantiate(sampler, _execution_whitelist_=SAMPLERS)
+        super().__init__(sampler=sampler, direction=list(metrics.values()), max_failure_rate=1.0, **options)
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
@@ -116,52 +102,41 @@ class StudySweeper(SweeperSteps):
         self.study_name = self.study_name or self.name
 
     def sweep(self, arguments: list[str]) -> None:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / ".lock", f"run={self.name}: this sweep is already running. Set run=<new name>.", 0):
-            self.search(arguments)
-
-    def search(self, arguments: list[str]) -> None:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        space, fixed, removed = self.search_space(arguments)
-        fixed = {key: value for key, value in fixed.items() if key not in ("run", "resume")}
-        raise_problems(
-            f"{group}={fixed[group]} has no file in configs/{group}, which best.yaml would refer to. Copy the file there."
-            for group in RECIPES
-            if group in fixed and not config_file(f"{group}/{fixed[group]}").is_file()
-        )
-        if not space and not self.custom_search_space_extender:
-            raise UserError(
-                "there is nothing to search over. Set a search space, for example 'optim.lr=tag(log,interval(1e-4,1e-2))'."
-            )
-        self.study = self.open(space)
-        while batch := self.batch():
-            overrides = [
-                (*values, f"run={self.name}/{trial.number}", "resume=auto", *self.pruning(trial))
-                for trial, values in zip(batch, self.overrides_of(batch, space, fixed, removed), strict=True)
-            ]
-            returns = self.launcher.launch(overrides, initial_job_idx=self.job_idx)
-            self.job_idx += len(returns)
-            for trial, job in zip(batch, returns, strict=True):
-                try:
-                    self.record(trial, done=job.status is JobStatus.COMPLETED)
-                except RuntimeError as e:
-                    if "Study.stop" not in str(e):  # the grid sampler raises it when the grid is exhausted
-                        raise
-        write_files(self.study, self.objectives, self.folder)
+            space, fixed, removed = self.search_space(arguments)
+            fixed = {key: value for key, value in fixed.items() if key not in ("run", "resume")}
+            if not space and not self.custom_search_space_extender:
+                raise UserError("there is nothing to search over. Set for example 'optim.lr=interval(1e-4,1e-2)'.")
+            self.study = self.open(space)
+            while batch := self.batch():
+                values = self.overrides_of(batch, space, fixed, removed)
+                self.launch(batch, [(*v, *self.overrides(trial)) for trial, v in zip(batch, values, strict=True)])
+            write_files(self.study, self.objectives, self.folder)
         if not any(t.state is TrialState.COMPLETE for t in self.study.trials):
             raise RunFailed(f"no trial of {self.name} produced a value")
 
+    def launch(self, trials: list[Trial], overrides: list[tuple[str, ...]]) -> None:
+        returns = self.launcher.launch(overrides, initial_job_idx=self.job_idx)
+        self.job_idx += len(returns)
+        for trial, job in zip(trials, returns, strict=True):
+            try:
+                self.record(trial, done=job.status is JobStatus.COMPLETED)
+            except RuntimeError as e:
+                if "Study.stop" not in str(e):  # the grid sampler raises it when the grid is exhausted
+                    raise
+
     def open(self, space: dict[str, BaseDistribution]) -> optuna.Study:
-        if isinstance(self.sampler, GridSampler) or getattr(self.sampler, "func", None) is GridSampler:
+        if getattr(self.sampler, "func", None) is GridSampler:  # it still lacks its grid
             grid = self.grid(space)
             self.sampler = self.sampler(grid)
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
         options = {"sampler": self.sampler, "directions": self.direction}
         self.database, study = open_study(self.url, str(self.study_name), **options)
-        objectives = study.user_attrs.get("objectives", self.objectives)
-        if objectives != self.objectives:
+        if (found := study.user_attrs.get("objectives", self.objectives)) != self.objectives:
             raise UserError(
-                f"hydra.sweeper.objective={self.objectives}: the study {study.study_name} optimises {objectives}. Set run=<new name>."
+                f"hydra.sweeper.objective={self.objectives}: the study optimises {found}. Set run=<new name>."
             )
         study.set_user_attr("objectives", self.objectives)
         numbers = {t.number for t in study.trials if t.user_attrs.get(OWNER) == self.name}
@@ -176,8 +151,7 @@ class StudySweeper(SweeperSteps):
         """The next trials to run in parallel: interrupted ones, else new ones; none if all are done."""
         trials = self.study.get_trials(deepcopy=False)
         running = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
-        interrupted = [t.number for t in running if t.number not in self.unfinished]
-        if interrupted:
+        if interrupted := [t.number for t in running if t.number not in self.unfinished]:
             ids = [trial_id(self.database, self.study.study_name, number) for number in interrupted[: self.n_jobs]]
             return [Trial(self.study, id) for id in ids]
         new: list[Trial] = []
@@ -186,27 +160,28 @@ class StudySweeper(SweeperSteps):
             new[-1].set_user_attr(OWNER, self.name)
         return new
 
-    def pruning(self, trial: Trial) -> list[str]:
-        """Overrides for the callback that reports a trial's validations."""
+    def overrides(self, trial: Trial) -> list[str]:
+        """The place of a trial, and the callback that reports its validations."""
+        place = [f"run={self.name}/{trial.number}", "resume=auto"]
         if not self.pruner:
-            return []
+            return place
         values = {"study": self.study_name, "trial": trial.number, "monitor": self.objectives[0]}
         values |= {"_target_": "lockstep.extras.pruning.Pruning", **{f"pruner.{k}": v for k, v in self.pruner.items()}}
-        return [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
+        return place + [f"+callbacks.pruning.{key}={json.dumps(value)}" for key, value in values.items()]
 
     def record(self, trial: Trial, done: bool) -> None:
         """Reports to the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
         report = {"status": "failed"} | RunFolder(self.folder / str(trial.number)).report()
+        status: str = report["status"]
         values: list[Any] = [report.get(name) for name in self.objectives]
         if "train/steps" in report:
             trial.set_user_attr("steps", report["train/steps"])
-        if report["status"] in ("preempted", "interrupted"):
+        if status in ("preempted", "interrupted"):
             self.unfinished.add(trial.number)
-        elif report["status"] == "pruned":
+        elif status == "pruned":
             self.study.tell(trial, state=TrialState.PRUNED)
         elif not done or None in values:  # NaN is null in a report
-            error = report.get("error", f"{report['status']}, without {' or '.join(self.objectives)}")
-            trial.set_user_attr("error", str(error))
+            trial.set_user_attr("error", str(report.get("error", f"{status}, without {' or '.join(self.objectives)}")))
             self.study.tell(trial, state=TrialState.FAIL)
         else:
             self.study.tell(trial, values)
@@ -214,60 +189,50 @@ class StudySweeper(SweeperSteps):
 
 # --- The files of a sweep: a table, the best config, and Optuna's plots ---
 
-HEADER = """# @package _global_
-# The best of {count} trials of the study {study}: {values}.
-#   {command} --config-dir {folder} experiment={name}
-"""
-
 
 def write_files(study: optuna.Study, objectives: list[str], folder: Path) -> None:
     """Writes trials.csv, experiment/best.yaml and study.html. With several objectives: best-0.yaml, ... for the Pareto front."""
-    write_table(study, objectives, folder / "trials.csv")
-    if not any(t.state is TrialState.COMPLETE for t in study.get_trials(deepcopy=False)):
+    trials = study.get_trials(deepcopy=False)
+    write_table(trials, objectives, folder / "trials.csv")
+    if not any(t.state is TrialState.COMPLETE for t in trials):
         return
-    best = study.best_trials
-    names = [f"best-{number}" for number in range(len(best))] if len(objectives) > 1 else ["best"]
     (folder / "experiment").mkdir(exist_ok=True)
     for old in (folder / "experiment").glob("best*.yaml"):
         old.unlink()
-    for name, trial in zip(names, best, strict=False):
+    for number, trial in enumerate(study.best_trials if len(objectives) > 1 else [study.best_trial]):
+        name = f"best-{number}" if len(objectives) > 1 else "best"
         write_text(folder / "experiment" / f"{name}.yaml", recipe(study, trial, objectives, folder, name))
     write_plots(study, objectives, folder)
 
 
-def write_table(study: optuna.Study, objectives: list[str], path: Path) -> None:
-    trials = study.get_trials(deepcopy=False)
-    names = sorted({name for trial in trials for name in trial.params})
-    rows = [
-        {
-            "trial": trial.number,
-            "state": trial.state.name.lower(),
-            **dict(zip(objectives, trial.values or (), strict=False)),
-            "steps": max(trial.intermediate_values, default=""),
-            **trial.params,
-            **trial.user_attrs,
-        }
-        for trial in trials
-    ]
+def write_table(trials: list[FrozenTrial], objectives: list[str], path: Path) -> None:
+    names, rows = sorted({name for trial in trials for name in trial.params}), []
+    for trial in trials:
+        row: dict[str, Any] = {"trial": trial.number, "state": trial.state.name.lower()}
+        row |= zip(objectives, trial.values or (), strict=False)
+        row["steps"] = max(trial.intermediate_values, default="")
+        rows.append(row | trial.params | trial.user_attrs)
     write_csv(path, ["trial", "state", *objectives, *names, "steps", "error"], rows)
 
 
 def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folder: Path, name: str) -> str:
     """An experiment config with the trial's values and with the overrides that all trials shared."""
-    skipped = ("sweep", "error", "resume", "runs_dir", "steps")
-    chosen = {key: value for key, value in {**trial.user_attrs, **trial.params}.items() if key not in skipped}
-    parsed: Any = {
-        k: OmegaConf.to_container(OmegaConf.create(f"it: {v}")) for k, v in chosen.items() if isinstance(v, str)
-    }
-    chosen |= {key: value["it"] for key, value in parsed.items()}
+    chosen: dict[str, Any] = {**trial.user_attrs, **trial.params}
+    for key in ("sweep", "error", "resume", "runs_dir", "steps"):
+        chosen.pop(key, None)
+    texts = "\n".join(f"{key}: {value}" for key, value in chosen.items() if isinstance(value, str))
+    parsed: Any = OmegaConf.to_container(OmegaConf.create(texts))
+    chosen |= parsed
     recipes = [f"/{group}/{recipe}" for group in RECIPES if (recipe := chosen.pop(group, None))]
     groups = [{f"override /{key}": chosen.pop(key)} for key in list(chosen) if is_group(key)]
     body = OmegaConf.create({"defaults": [*recipes, "_self_", *groups]})
     for key, value in chosen.items():
         OmegaConf.update(body, key.lstrip("+"), value)
     values = ", ".join(f"{objective}={value:.6g}" for objective, value in zip(objectives, trial.values, strict=True))
-    facts = {"count": len(study.trials), "study": study.study_name, "values": values, "folder": folder, "name": name}
-    return HEADER.format(command=command("train"), **facts) + OmegaConf.to_yaml(body)
+    return f"""# @package _global_
+# The best of {len(study.trials)} trials of the study {study.study_name}: {values}.
+#   {command("train")} --config-dir {folder} experiment={name}
+{OmegaConf.to_yaml(body)}"""
 
 
 def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
