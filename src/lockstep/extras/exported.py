@@ -113,14 +113,14 @@ class Model:
 
     def samples(self, paths: Iterable[str]) -> Iterator[tuple[dict[str, Any], Any]]:
         """For each sample in the files, the first cells of its row and its values. If it cannot be read, an `error` cell and None."""
-        expected: dict[str, Any] = {}  # the shapes of the first sample
+        first: dict[str, Any] = {}
         for path in paths:
             try:
                 if not Path(path).is_file():  # a pipe or a device may never end
                     raise OSError("it is not a regular file")
                 content = self.reader.read(Path(path))
                 single = isinstance(content, dict)  # otherwise Arrays of rows or lines
-                samples = [content] if single else [sample_of(content, row) for row in range(len(content))]
+                samples = [content] if single else [content[row] for row in range(len(content))]
                 if not samples:
                     raise ValueError("it contains no samples")
             except Exception as e:  # Pillow raises nearly anything for a broken file
@@ -128,8 +128,8 @@ class Model:
                 continue
             for row, sample in enumerate(samples):
                 facts = {"path": path} if single else {"path": path, "row": row}
-                expected = expected or shapes_of(sample)
-                error = odd_shape(sample, expected)
+                first = first or sample
+                error = odd_shape(sample, first)
                 yield {**facts, "error": error}, None if error else sample
 
     def files(self, names: Iterable[str]) -> list[str]:
@@ -162,17 +162,9 @@ class Model:
                 yield {**facts, **row, "error": error}
 
 
-def sample_of(arrays: Any, row: int) -> dict[str, Any]:
-    return {name: array[row] for name, array in arrays.arrays.items()}
-
-
-def shapes_of(sample: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: np.shape(value) for name, value in sample.items()}
-
-
-def odd_shape(sample: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> str:
-    """Why a sample does not fit into a batch with the `expected` shapes; empty if it does."""
-    shapes = shapes_of(sample)
+def odd_shape(sample: dict[str, Any], first: dict[str, Any]) -> str:
+    """Why a sample does not fit into a batch with the `first`; empty if it does."""
+    shapes, expected = ({name: np.shape(value) for name, value in each.items()} for each in (sample, first))
     names = (name for name in expected if shapes.get(name) != expected[name])
     return next((f"its {n} has shape {shapes.get(n)}, but in other files {expected[n]}" for n in names), "")
 

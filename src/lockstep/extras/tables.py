@@ -11,19 +11,21 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from numpy.typing import NDArray
+from PIL.Image import Image
 from torch import Tensor
 
 from lockstep import Task
 from lockstep.config.formatting import inline
 from lockstep.config.project import is_user_code_error
-from lockstep.config.run_config import Component
+from lockstep.config.run_config import Component, Request
 from lockstep.config.targets import target_of
 from lockstep.data.dataset import Arrays, Batch, DataSet
 from lockstep.errors import UserError
-from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
+from lockstep.extras.exported import digits, odd_shape, write_csv
 from lockstep.kit.folder import fold_name
 from lockstep.kit.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
-from lockstep.kit.pixels import file_name_text, read_error_text
+from lockstep.kit.pixels import Frame, file_name_text, read_error_text
 from lockstep.machine.files import to_json
 from lockstep.training.losses import validated_columns
 from lockstep.training.module import WholeBatchNeeded, hook
@@ -71,8 +73,7 @@ class InputFiles:
                 raise self.bug
             reasons = [(self.name(file), why) for file, why in enumerate(problems[:LISTED])]
             raise UserError(f"none of {count:,} files can be read:{list_errors(reasons, count)}\nNothing was written.")
-        self.example = sample_of(first, 0)
-        self.shapes = shapes_of(self.example)
+        self.example = first[0]
         counts = np.ones(count, np.int64)
         if self.several:
             self.held = [self.read(file) for file in range(count)]
@@ -109,14 +110,19 @@ class InputFiles:
         content, problem = self.held[file] if self.held else self.read(file)
         if problem:
             return self.example, problem
-        sample = sample_of(content, self.row_N[index])
-        problem = odd_shape(sample, self.shapes)
+        sample = content[self.row_N[index]]
+        problem = odd_shape(sample, self.example)
         return self.example if problem else sample, problem
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         samples, problems = zip(*(self.sample(index) for index in indices), strict=True)
         columns = {name: np.stack([sample[name] for sample in samples]) for name in self.example}
         return {n: v.tolist() if v.dtype.kind == "U" else v for n, v in columns.items()} | {"problem": list(problems)}
+
+    def mask(self, index: int, mask_HW: NDArray[np.integer]) -> Image:
+        """A predicted mask of a file, in the size of the file."""
+        frame = getattr(self.reader, "frame", Frame(len(mask_HW)))
+        return frame.mask(mask_HW, self.reader.mask_size(self.path(index)))
 
     def facts(self, index: int) -> Row:
         """The first columns of a table: the path of the file, the row in it, and the target, if there are any."""
@@ -211,11 +217,13 @@ def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
     readable = ({name: as_utf8(value) for name, value in row.items()} for row in rows)
     chunks = iter(lambda: list(itertools.islice(readable, CHUNK)), [])
     first = next(chunks)
+    # a column that has only empty lists, or no values, gets the type of texts
+    known = {name: [""] if value == [] else "" if value is None else as_utf8(value) for name, value in example.items()}
     try:
-        schema = pa.schema([(name, kind(pa, [row[name] for row in (example, *first)])) for name in example])
+        schema = pa.schema([(n, pa.infer_type([value, *(row[n] for row in first)])) for n, value in known.items()])
         with pq.ParquetWriter(path, schema) as writer:
-            for rows_of_chunk in itertools.chain([first], chunks):
-                writer.write_table(pa.Table.from_pylist(rows_of_chunk, schema))
+            for chunk in itertools.chain([first], chunks):
+                writer.write_table(pa.Table.from_pylist(chunk, schema))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as e:
         raise UserError(
             f"a Parquet column has values of one type, but these predictions do not ({inline(e)}). Set output= to a .jsonl file, or return values of one type."
@@ -225,12 +233,6 @@ def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
 def as_utf8(value: Any) -> Any:
     """Replaces bytes of text that is not UTF-8, such as a file's name, because Parquet requires UTF-8."""
     return value.encode(errors="surrogateescape").decode(errors="replace") if isinstance(value, str) else value
-
-
-def kind(pa: Any, values: list[Any]) -> Any:
-    """The Arrow type of a column; text if it has only empty lists or no values."""
-    present = [as_utf8(value) for value in values if value is not None and value != []]
-    return pa.infer_type(present or [[""] if [] in values else ""])
 
 
 WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
@@ -244,37 +246,38 @@ WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
 # --- Columns of a table, from what a task or a module predicts ---
 
 
-def predicted_columns(module: pl.LightningModule, top_k: int) -> tuple[Callable[[Any], Row], Sequence[str]]:
-    """A function from the result of a prediction to columns of a table, and the names of values in wide columns."""
-    if top_k > 1 and not hook(module, "top"):
-        raise UserError(f"top_k={top_k} has no effect: {type(module).__name__} does not rank classes. Remove it.")
+def predicted_columns(module: pl.LightningModule, request: Request) -> Callable[[Any], Row]:
+    """A function from the result of a prediction to columns of a table."""
+    if request.top_k > 1 and not hook(module, "top"):
+        raise UserError(
+            f"top_k={request.top_k} has no effect: {type(module).__name__} does not rank classes. Remove it."
+        )
     if isinstance(module, Task):
-        return partial(columns_of_task, module, top_k), module.value_names
+        return partial(columns_of_task, module, request)
     if not any(is_overridden(hook, module) for hook in ("predict_step", "forward")):
         raise UserError(
             f"{type(module).__name__} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
         )
-    return columns_of_module, ()
+    return columns_of_module
 
 
-def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Row:
+def columns_of_task(task: Task, request: Request, output: tuple[Any, Any]) -> Row:
     """The task's predictions; targets and loss too, if the batch has targets."""
     network_output, batch = output
-    has_targets = "target" in batch
-    columns = (task.targets(batch) if has_targets else {}) | validated_columns(task.predictions(network_output))
-    if top_k > 1:
-        columns |= task.top(network_output, top_k)  # type: ignore[operator]
-    if has_targets:
-        with suppress(WholeBatchNeeded):  # alone, a sample has no loss
-            columns.setdefault("loss", task.loss(network_output, batch))
+    predictions, names = validated_columns(task.predictions(network_output)), task.value_names
+    if names and isinstance(wide := predictions.get("probabilities"), Tensor) and wide.dim() == 2:
+        del predictions["probabilities"]
+        if request.probabilities:
+            predictions |= {f"probability/{name}": x for name, x in zip(names, wide.unbind(1), strict=False)}
+    if request.top_k > 1:
+        predictions |= task.top(network_output, request.top_k)  # type: ignore[operator]
+    if "target" not in batch:
+        return predictions
+    columns = task.targets(batch) | predictions
+    with suppress(WholeBatchNeeded):  # alone, a sample has no loss
+        columns.setdefault("loss", task.loss(network_output, batch))
     return columns
 
 
 def columns_of_module(output: Any) -> Row:
-    if isinstance(output, Mapping):
-        return validated_columns(output, targets=True)
-    if isinstance(output, Tensor | list | tuple):
-        return {"output": output}
-    raise UserError(
-        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of these by column."
-    )
+    return validated_columns(output, targets=True) if isinstance(output, Mapping) else {"output": output}
