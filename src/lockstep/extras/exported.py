@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 # B batch · C channel · H W pixel · K class
 
@@ -54,15 +55,11 @@ class Images:
         self.normalise = pixels.Preprocess(self.frame, mean=mean, std=std)
 
     def read(self, path: Path) -> dict[str, Any]:
-        from PIL import Image
-
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")  # about odd EXIF data and palettes
             return {"input": self.pixels.to_array(image, channels=self.channels, frame=self.frame)}
 
     def mask_size(self, path: Path) -> Any:
-        from PIL import Image
-
         with Image.open(path) as image:
             return self.pixels.original_size(image)
 
@@ -97,11 +94,11 @@ class Model:
         if self.activation == "none":
             if isinstance(output, list | tuple):
                 output = {f"output_{index}": value for index, value in enumerate(output)}
-            by_name = output if isinstance(output, dict) else {"output": output}
-            columns = [digits(x.tolist()) if isinstance(x, Tensor) else x for x in by_name.values()]
-            return [dict(zip(by_name, row, strict=True)) for row in zip(*columns, strict=True)]
+            output = output if isinstance(output, dict) else {"output": output}
+            columns = [digits(tensor.tolist()) for tensor in output.values()]
+            return [dict(zip(output, row, strict=True)) for row in zip(*columns, strict=True)]
         if self.activation == "identity":
-            return [dict(zip(self.classes, map(digits, row), strict=True)) for row in output.tolist()]
+            return [dict(zip(self.classes, row, strict=True)) for row in digits(output.tolist())]
         if self.threshold is not None:
             present = (output > self.threshold).tolist()
             return [{"labels": [n for n, is_on in zip(self.classes, row, strict=True) if is_on]} for row in present]
@@ -118,16 +115,13 @@ class Model:
             try:
                 if not Path(path).is_file():  # a pipe or a device may never end
                     raise OSError("it is not a regular file")
-                content = self.reader.read(Path(path))
-                single = isinstance(content, dict)  # otherwise Arrays of rows or lines
-                samples = [content] if single else [content[row] for row in range(len(content))]
-                if not samples:
-                    raise ValueError("it contains no samples")
+                samples = samples_of(self.reader.read(Path(path)))
             except Exception as e:  # Pillow raises nearly anything for a broken file
                 yield {"path": path, "error": self.pixels.read_error_text(e)}, None
                 continue
-            for row, sample in enumerate(samples):
-                facts = {"path": path} if single else {"path": path, "row": row}
+            for row in range(len(samples)):
+                facts = {"path": path} if isinstance(samples, list) else {"path": path, "row": row}
+                sample = samples[row]
                 first = first or sample
                 error = odd_shape(sample, first)
                 yield {**facts, "error": error}, None if error else sample
@@ -160,6 +154,14 @@ class Model:
                     frame = getattr(self.reader, "frame", self.pixels.Frame(len(mask_HW)))
                     row["mask"] = frame.mask(mask_HW, size)
                 yield {**facts, **row, "error": error}
+
+
+def samples_of(content: Any) -> Any:
+    """What `read` returned as a sequence of samples: a list of one sample, or Arrays of several."""
+    samples = [content] if isinstance(content, Mapping) else content
+    if not len(samples):
+        raise ValueError("it contains no samples")
+    return samples
 
 
 def odd_shape(sample: dict[str, Any], first: dict[str, Any]) -> str:
@@ -223,9 +225,7 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     if model["inputs"] is None:
         reader = Images(pixels, **data)
     elif model["reader"]:
-        installed = importlib.util.find_spec("lockstep")
-        if installed is None or installed.origin is None:
-            sys.path.append(str(folder / "standin"))  # for its class DataSet
+        sys.path.append(str(folder / "standin"))  # for its class DataSet, unless Lockstep is installed
         reader = locate_class(folder, model["reader"]).for_files(data)
     return Model(
         net=net.eval(),

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from operator import itemgetter
@@ -31,31 +31,13 @@ from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
 from lockstep.extras.panels import encode
 from lockstep.extras.render import render
-from lockstep.extras.tables import (
-    LISTED,
-    Inputs,
-    Row,
-    as_utf8,
-    input_files,
-    list_errors,
-    predicted_columns,
-    write_table,
-)
+from lockstep.extras.tables import Inputs, Row, input_files, list_errors, predicted_columns, write_table
 from lockstep.kit import Images
 from lockstep.kit.datamodule import DataModule
 from lockstep.kit.panels import Lines, Mask, Picture, Sample
 from lockstep.kit.pixels import Frame
 from lockstep.launch.start import gallery_of
-from lockstep.machine.files import (
-    atomic_replace,
-    locked,
-    part_folder,
-    plain_values,
-    read_text,
-    remove,
-    write_json,
-    write_text,
-)
+from lockstep.machine.files import atomic_replace, locked, part_folder, plain_values, remove, write_json, write_text
 from lockstep.reporting.console import print_line
 from lockstep.reporting.report import decode
 from lockstep.training.batches import Loaders
@@ -87,11 +69,10 @@ def table_rows(columns: Row, count: int) -> list[Row]:
 FIRST = (*RESERVED[:-1], "target")  # columns before the task's
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
 KEPT = 200  # samples in a gallery
-DRAWN = "rank-{}.drawn"  # a file of each process; a line has the index of a sample and what its task draws
 
 
 def part(folder: Path, rank: int) -> Path:
-    """The file of one process. A line has the number of a batch, the index of a sample, and its row."""
+    """The file of one process. A line has the number of a batch, the index of a sample, its row, and what its task draws."""
     return folder / f"rank-{rank}.jsonl"
 
 
@@ -117,14 +98,12 @@ class PredictionParts:
         self.output, self.folder, self.paths = output, folder, [part(folder, rank) for rank in range(world)]
         self.count = self.broken = 0
         self.filled = Counter[str]()  # rows that have a column
-        self.reasons: list[tuple[str, str]] = []  # why the first broken files could not be read
         example: Row = {}
-        for _, row in self.rows():
+        for _, row, _ in self.rows():
             self.count += 1
             self.filled.update(row.keys())
             if row.get(ERROR):
                 self.broken += 1
-                self.reasons += [(row["path"], row[ERROR])] if len(self.reasons) < LISTED else []
             else:
                 example |= {name: value for name, value in row.items() if example.get(name) in (None, [])}
         if not example:
@@ -136,11 +115,11 @@ class PredictionParts:
         self.guess = next(iter(numbers + columns), "")  # the column of the prediction
         self.key = next((name for name in SORTED if name in self.example), None)
 
-    def rows(self) -> Iterator[tuple[int, Row]]:
-        """Index and row, in input order. Batches are split by rank, so the rows of a batch are in the order of the ranks."""
+    def rows(self) -> Iterator[tuple[int, Row, str]]:
+        """Index, row and drawing, in input order. Batches are split by rank, so the rows of a batch are in the order of the ranks."""
         with ExitStack() as files:
             streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in self.paths]
-            yield from ((index, row) for _, index, row in heapq.merge(*streams, key=itemgetter(0)))
+            yield from (line for _, *line in heapq.merge(*streams, key=itemgetter(0)))
 
     def is_wrong(self, row: Row) -> bool:
         """Whether target and prediction differ; numbers and masks are neither right nor wrong."""
@@ -152,33 +131,32 @@ class PredictionParts:
     def write(self) -> None:
         """Writes the table, whole or not at all, with its masks."""
         with atomic_replace(self.output) as new:
-            write_table(new, self.output.suffix, self.example, (row for _, row in self.rows()))
+            write_table(new, self.output.suffix, self.example, (row for _, row, _ in self.rows()))
             for name in self.masks:
                 remove(masks(self.output, name))
                 (self.folder / name).replace(masks(self.output, name))
 
     def gallery(self, path: Path, data: DataModule, metadata: Mapping[str, str]) -> None:
         """Writes a page of `KEPT` samples with their predictions. It works offline, and needs the files of sounds only to play them."""
-        readable = (item for item in self.rows() if not item[1].get(ERROR))
-        chosen = heapq.nsmallest(KEPT, readable, lambda item: order(item[1]))
-        lines = [line for path in self.folder.glob(DRAWN.format("*")) for line in read_text(path).splitlines()]
-        drawn = dict(json.loads(line, object_hook=decode) for line in lines)
-        folders = [Path.cwd() / Path(row["path"]).parent for _, row in chosen if "path" in row]
+        readable = (line for line in self.rows() if not line[1].get(ERROR))
+        chosen = heapq.nsmallest(KEPT, readable, lambda line: order(line[1]))
+        folders = [Path.cwd() / Path(row["path"]).parent for _, row, _ in chosen if "path" in row]
         common = os.path.commonpath(folders) if folders else ""
+        names = [os.path.relpath(row["path"], common) if "path" in row else f"#{index}" for index, row, _ in chosen]
         values = {
-            "samples": [self.sample(index, row, data, path.parent, drawn.get(index, {})) for index, row in chosen],
-            "rows": [row for _, row in chosen],
+            "samples": [self.sample(*line, data, path.parent) for line in chosen],
+            "rows": [row for _, row, _ in chosen],
             "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
-            "names": [as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{i}" for i, row in chosen],
+            "names": plain_values(names),
             "order": SORTED.get(str(self.key), "the first ones"),
             "unit": data.unit,
             "table": self,
-            "wrong": sum(self.is_wrong(row) for _, row in self.rows()),
+            "wrong": sum(self.is_wrong(row) for _, row, _ in self.rows()),
             "about": metadata,
         }
         write_text(path, render("gallery.html.j2", self.output.stem, values))
 
-    def sample(self, index: int, row: Row, data: DataModule, page: Path, drawn: Mapping[str, Any]) -> Sample:
+    def sample(self, index: int, row: Row, drawn: str, data: DataModule, page: Path) -> Sample:
         """A sample as the page shows it: what the data set stores, its masks, and what the task draws."""
         raw = sample_at(data.raw(data.predicted, [index]), 0, 1)
         shown = data.dataset.show(raw)
@@ -191,7 +169,7 @@ class PredictionParts:
             with Image.open(self.output.parent / row[name]) as mask:
                 shown[name] = Mask(np.asarray(mask))
         image = shown.pop("image", None)
-        return Sample(index, {**shown, **drawn}, image)
+        return Sample(index, {**shown, **json.loads(drawn, object_hook=decode)}, image)
 
 
 # --- Writes the predictions of a process as they are computed ---
@@ -208,7 +186,7 @@ class Writer(pl.Callback):
     def __init__(self, loaders: Loaders, request: Request, to_columns: Callable[[Any], Row]) -> None:
         self.loaders, self.request, self.to_columns = loaders, request, to_columns
         self.describe = hook(loaders.module, "describe")
-        self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
+        self.first_keys: list[tuple[float, int]] = []  # of the samples so far that the gallery may show, in its order
         self.output = Path(str(request.output))
         dataset = getattr(loaders.data, "dataset", None)
         self.files = dataset.test if isinstance(dataset, Inputs) else None
@@ -246,30 +224,28 @@ class Writer(pl.Callback):
             if isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point():
                 columns[name] = self.save_masks(name, value, indices, problems)
         rows = table_rows(columns, len(indices))
+        drawn = self.draw(outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
         with self.part.open("a", encoding="utf-8") as file:
-            for index, row, problem in zip(indices, rows, problems, strict=True):
+            for index, row, problem, drawing in zip(indices, rows, problems, drawn, strict=True):
                 cells = self.first(index) | ({} if problem else row) | ({} if problem is None else {ERROR: problem})
-                file.write(f"{json.dumps([batch_idx, index, cells])}\n")
+                file.write(f"{json.dumps([batch_idx, index, cells, drawing])}\n")
+
+    def draw(self, outputs: Any, keys: list[tuple[float, int]]) -> list[str]:
+        """The pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
+        drawn: list[dict[str, Any]] = [{} for _ in keys]
         if self.request.gallery and self.describe:
-            self.draw(outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
+            self.first_keys = heapq.nsmallest(KEPT, [*self.first_keys, *keys])
+            try:
+                for key, facts, drawing in zip(keys, self.describe(*outputs), drawn, strict=True):
+                    if key <= self.first_keys[-1]:
+                        drawing.update({n: v for n, v in facts.items() if isinstance(v, Lines | Picture)})
+            except Exception as e:
+                self.describe = None  # it would fail for the next batch, too
+                if e.args != ("target",):  # files have no target
+                    warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
+        return [json.dumps(encode(drawing)) for drawing in drawn]
 
-    def draw(self, outputs: Any, keys: Sequence[tuple[float, int]]) -> None:
-        """Keeps the pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
-        try:
-            described = self.describe(*outputs)  # type: ignore[misc]
-            drawable = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
-            new = [(*key, facts) for key, facts in zip(keys, drawable, strict=True) if facts]
-        except Exception as e:
-            self.describe = None  # it would fail for the next batch, too
-            if e.args != ("target",):  # files have no target
-                warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
-            return
-        first = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
-        self.drawn = [(key, index, v if isinstance(v, str) else json.dumps(encode(v))) for key, index, v in first]
-
-    def save_masks(
-        self, name: str, mask_BHW: Tensor, indices: Sequence[int], problems: Sequence[str | None]
-    ) -> list[str]:
+    def save_masks(self, name: str, mask_BHW: Tensor, indices: list[int], problems: list[Any]) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
         target, folder = masks(self.output, name), self.folder / name
         if target.exists() and not self.request.overwrite:
@@ -282,8 +258,6 @@ class Writer(pl.Callback):
         return [f"{target.name}/{index:06}.png" for index in indices]
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        lines = [f"[{index}, {facts}]\n" for _, index, facts in self.drawn]
-        write_text(self.folder / DRAWN.format(trainer.global_rank), "".join(lines))
         trainer.strategy.barrier("the parts")
 
 
@@ -304,7 +278,7 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         raise UserError(
             f"input={request.input}: predict.py cannot import {made[9:]}, the data set's class. Move it from train.py into src/."
         )
-    hint = "pass input=test, val or train (parts of the run's own data)"
+    hint = "pass input=test, val, train or, with your own dataloaders, predict (parts of the run's own data)"
     files = input_files(request.input, replace(cfg.data, target=made), checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
@@ -352,8 +326,11 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
             counts = ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial.items())
             warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")
         if parts.broken:
+            errors = list_errors(
+                ((row["path"], row[ERROR]) for _, row, _ in parts.rows() if row.get(ERROR)), parts.broken
+            )
             warn(
-                f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons:{list_errors(parts.reasons, parts.broken)}"
+                f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons:{errors}"
             )
         return parts
 
