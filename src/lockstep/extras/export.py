@@ -172,15 +172,14 @@ class NetworkToExport:
 
     def write_network(self, folder: Path) -> dict[str, Any]:
         """Copies the source files of the network, unless it comes from an allowed library; returns how to create it."""
-        target, model = self.config.model.target, dict(self.config.model.kwargs)
+        target, model = self.config.model.target, self.config.model.kwargs
         if target == TIMM:
-            name = model.pop("name")
-            excluded = (*WEIGHTS, "in_channels", "num_classes", "image_size")
+            excluded = ("name", *WEIGHTS, "in_channels", "num_classes", "image_size")
             arguments = {key: value for key, value in model.items() if key not in excluded}
             arguments |= {"in_chans": self.offered["in_channels"], "num_classes": self.offered["num_classes"]}
             if vars(self.whole.get_submodule(self.made))["pretrained_cfg"].get("fixed_input_size"):
                 arguments.setdefault("img_size", self.offered["image_size"])
-            return {"target": "timm.create_model", "arguments": {"model_name": name, **arguments}}
+            return {"target": "timm.create_model", "arguments": {"model_name": model["name"], **arguments}}
         if any(path != "model" for path, _ in nodes(model, "model")):
             raise UserError(
                 "keys of the run's `model` contain objects; only plain values can be exported. Create the objects in the class."
@@ -244,9 +243,7 @@ class Exportable(pl.Callback):
         position = next(callback for callback in trainer.callbacks if isinstance(callback, Position))  # type: ignore[attr-defined]
         config = position.config
         if not isinstance(pl_module, Task):
-            raise UserError(
-                f"callbacks.exportable: {config.task.target} is a LightningModule, which cannot be exported as a whole. Remove the callback. scripts/export.py <run> --network=<name> exports one of its networks."
-            )
+            argument_of(config, pl_module, "")  # raises: no network is named
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with seeded_and_restored(0), TemporaryDirectory() as folder:

@@ -135,8 +135,6 @@ def write_standin(folder: Path) -> None:
 
 Inputs = tuple[Any, ...]  # arguments of a network: tensors, or dicts, lists and tuples of them
 Run = Callable[..., Any]
-# from samples to the arguments of an exported file, and the outputs of the trained network
-Original = Callable[[Batch], tuple[Inputs, Any]]
 TOLERANCE = 1e-4
 BATCHES = (1, 5)  # the exporter has frozen a network's batch size to that of its example (pytorch#157621)
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -246,8 +244,10 @@ cloned = partial(apply_to_collection, dtype=Tensor, function=Tensor.clone)
 
 
 @torch.inference_mode()
-def compare_outputs(runners: dict[str, Run], original: Original, batch: Batch) -> dict[str, float]:
+def compare_outputs(runners: dict[str, Run], original: Run, batch: Batch) -> dict[str, float]:
     """The largest difference between each file's outputs and those of the trained network, over all samples and BATCHES.
+
+    `original`: from samples to the arguments of an exported file, and the outputs of the trained network.
 
     Raises:
         UserError: a difference is above TOLERANCE.

@@ -46,9 +46,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 class Images:
     """Reads image files and prepares them as in training."""
 
-    def __init__(
-        self, pixels: ModuleType, *, channels: int, image_size: int, mean: Any, std: Any, **framing: Any
-    ) -> None:
+    def __init__(self, pixels: Any, *, channels: int, image_size: int, mean: Any, std: Any, **framing: Any) -> None:
         self.pixels, self.endings = pixels, pixels.ENDINGS
         self.channels, self.frame = channels, pixels.Frame(image_size, **framing)
         # from uint8 images_BCHW of any size to the input of the network
@@ -121,10 +119,9 @@ class Model:
                 continue
             for row in range(len(samples)):
                 facts = {"path": path} if isinstance(samples, list) else {"path": path, "row": row}
-                sample = samples[row]
-                first = first or sample
-                error = odd_shape(sample, first)
-                yield {**facts, "error": error}, None if error else sample
+                first = first or samples[row]
+                error = odd_shape(samples[row], first)
+                yield {**facts, "error": error}, None if error else samples[row]
 
     def files(self, names: Iterable[str]) -> list[str]:
         """The files, and the files in the folders."""
@@ -217,7 +214,8 @@ def locate_class(folder: Path, target: str) -> Any:
 def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
-    model, data = (json.loads((folder / name).read_bytes()) for name in ("model.json", "preprocessing.json"))
+    names = ("model", "preprocessing", "classes")
+    model, data, classes = (json.loads((folder / f"{name}.json").read_bytes()) for name in names)
     whole = locate_class(folder, model["target"])(**model["arguments"])
     net = whole.get_submodule(model["network"])  # empty: all of it
     net.load_state_dict(load_file(folder / "model.safetensors"))
@@ -227,13 +225,8 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     elif model["reader"]:
         sys.path.append(str(folder / "standin"))  # for its class DataSet, unless Lockstep is installed
         reader = locate_class(folder, model["reader"]).for_files(data)
-    return Model(
-        net=net.eval(),
-        reader=reader,
-        pixels=pixels,
-        classes=json.loads((folder / "classes.json").read_bytes()),
-        **{key: model[key] for key in ("inputs", "named", "activation", "threshold")},
-    )
+    options = {key: model[key] for key in ("inputs", "named", "activation", "threshold")}
+    return Model(net=net.eval(), reader=reader, pixels=pixels, classes=classes, **options)
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:

@@ -211,7 +211,7 @@ class Writer(pl.Callback):
         self.order = self.loaders.predicted(trainer)  # the indices of each batch
 
     def on_predict_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: int
     ) -> None:
         indices = next(self.order)
         if not indices:
@@ -284,12 +284,9 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):
         files.reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
-    loader = cfg.loader
-    assert loader and loader.num_workers != "auto"
-    size = loader.eval_batch_size or loader.batch_size
-    return DataModule(
-        Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=size, num_workers=loader.num_workers
-    )
+    loader: Any = cfg.loader
+    options = {"eval_batch_size": loader.eval_batch_size or loader.batch_size, "num_workers": loader.num_workers}
+    return DataModule(Inputs(files, checkpoint.network or {}), batch_size=1, **options)
 
 
 @contextmanager
@@ -345,9 +342,8 @@ def show_predictions(settings: Settings, metadata: Mapping[str, Any], parts: Pre
     print_line(str(output), copied=True)
     if request.gallery:
         print_line(str(gallery_of(output)), copied=True, link=gallery_of(output))
+    content = {**metadata, "input": request.input, "output": request.output, "count": parts.count, "broken": broken}
     try:
-        write_json(
-            path, {**metadata, "input": request.input, "output": request.output, "count": parts.count, "broken": broken}
-        )
+        write_json(path, content)
     except OSError as e:  # the run may be read-only; the table is complete, and may be elsewhere
         warn(f"{path} could not be written: {e.strerror}. The table is complete.")

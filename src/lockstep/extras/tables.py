@@ -67,9 +67,8 @@ class InputFiles:
             problems.append(problem)
         else:
             if self.bug:
-                self.bug.add_note(
-                    f"{type(reader).__name__}.read can use only self.metadata, because __init__ was not called."
-                )
+                name = type(reader).__name__
+                self.bug.add_note(f"{name}.read can use only self.metadata, because __init__ was not called.")
                 raise self.bug
             errors = list_errors(((self.name(file), why) for file, why in enumerate(problems)), count)
             raise UserError(f"none of {count:,} files can be read:{errors}\nNothing was written.")
@@ -121,12 +120,13 @@ class InputFiles:
     def facts(self, index: int) -> Row:
         """The first columns of a table: the path of the file, the row in it, and the target, if there are any."""
         file = self.file_N[index]
-        row = {"row": int(self.row_N[index])} if self.several else {}
+        facts: Row = {"path": self.name(file)} | ({"row": int(self.row_N[index])} if self.several else {})
         if not len(self.target_N):
-            return {"path": self.name(file), **row}
+            return facts
         cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
-        target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
-        return {"path": self.name(file), **row, **target}
+        if len(names) != 1:
+            return facts | {"target": cell}
+        return facts | {f"target/{names[0]}": digits(float(cell)) if cell else None}
 
 
 # of a name, which a target may have in any of these
