@@ -241,15 +241,14 @@ class Exportable(pl.Callback):
         if stage != "fit":
             return
         position = next(callback for callback in trainer.callbacks if isinstance(callback, Position))  # type: ignore[attr-defined]
-        config = position.config
         if not isinstance(pl_module, Task):
-            argument_of(config, pl_module, "")  # raises: no network is named
+            argument_of(position.config, pl_module, "")  # raises: no network is named
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with seeded_and_restored(0), TemporaryDirectory() as folder:
             net = copied(pl_module.net).cpu().eval()
             task = copied(pl_module, {id(pl_module.net): net, id(pl_module.evaluated): {}}).cpu().eval()
-            candidate = NetworkToExport(config, position.made_for["network"], task, net, data.evaluated, batch)
+            candidate = NetworkToExport(position.config, position.made_for["network"], task, net, data.evaluated, batch)
             candidate.write(Path(folder), self.formats)
 
 

@@ -183,8 +183,7 @@ def digits(value: Any) -> Any:
 
 
 def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"exported_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(f"exported_{path.stem}", path)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded

@@ -202,9 +202,7 @@ class Writer(pl.Callback):
         self.folder = trainer.strategy.broadcast(self.folder)
         digest = hashlib.sha256(self.files.name_N.tobytes()).hexdigest() if self.files else ""
         if trainer.strategy.broadcast(digest) != digest:
-            raise TrainingFailed(
-                "input: processes listed different files, because the folder is changing. Pass a CSV of the files."
-            )
+            raise TrainingFailed("input: the folder is changing: processes listed different files. Pass a CSV of them.")
         trainer.strategy.barrier("the files to predict")
         self.part = part(self.folder, trainer.global_rank)
         self.part.touch()
@@ -323,12 +321,9 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
             counts = ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial.items())
             warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")
         if parts.broken:
-            errors = list_errors(
-                ((row["path"], row[ERROR]) for _, row, _ in parts.rows() if row.get(ERROR)), parts.broken
-            )
-            warn(
-                f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons:{errors}"
-            )
+            bad = ((row["path"], row[ERROR]) for _, row, _ in parts.rows() if row.get(ERROR))
+            why = f"the column {ERROR} has the reasons:{list_errors(bad, parts.broken)}"
+            warn(f"{parts.broken:,} of {parts.count:,} files cannot be read; {why}")
         return parts
 
 

@@ -124,9 +124,8 @@ class InputFiles:
         if not len(self.target_N):
             return facts
         cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
-        if len(names) != 1:
-            return facts | {"target": cell}
-        return facts | {f"target/{names[0]}": digits(float(cell)) if cell else None}
+        target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
+        return facts | target
 
 
 # of a name, which a target may have in any of these
@@ -176,13 +175,10 @@ class Inputs(DataSet):
     """Files as the data of a prediction. The network gets the arguments from the checkpoint."""
 
     def __init__(self, files: InputFiles, network: Mapping[str, Any]) -> None:
-        self.reader, self.unit = files.reader, files.reader.unit  # type: ignore[misc]
-        self.metadata, self.network = self.reader.metadata, network
+        self.reader, self.unit, self.metadata = files.reader, files.reader.unit, files.reader.metadata  # type: ignore[misc]
         self.train = self.val = self.test = files
         self.preprocess, self.show = self.reader.preprocess, self.reader.show  # type: ignore[method-assign]
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return dict(self.network)
+        self.model_kwargs = lambda: dict(network)  # type: ignore[method-assign]
 
 
 # --- Tables as files. Rows are streamed, so memory does not grow ---
