@@ -345,7 +345,7 @@ def test_onnx_of_a_network_within_the_network(run, tmp_path, network):
 
 
 @pytest.mark.parametrize(("network", "said"), [
-    ("encodr", r"--network=encodr does not exist \(did you mean encoder\?\). Pass the name of a network that is called: encoder, activation, head, "),
+    ("encodr", r"--network=encodr is not called when Pair runs on a batch \(did you mean encoder\?\). Pass the name of a network that is called: encoder, activation, head, "),
     ("decay", r"--network=decay is not called when Pair runs on a batch\. .*: encoder, "),
     ("decoder", r"--network=decoder is not called .* encoder.0, encoder.1, decoder.layers, "),
     ("head", r"the network head cannot be exported: Pair uses NoneType besides tensors. Call it with tensors"),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lockstep.build import load_module
-from lockstep.checkpoints.finding import DATA, Checkpoint, leaves, map_leaves
+from lockstep.checkpoints.finding import Checkpoint, leaves, map_leaves
 from lockstep.checkpoints.saving import Position
 from lockstep.checkpoints.weights import read
 from lockstep.config.draft import as_yaml
@@ -28,7 +28,7 @@ from lockstep.config.instantiate import WEIGHTS, create_data
 from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.config.targets import matching_kwargs, nodes, parameters, target_of
-from lockstep.data.dataset import Batch, DataSet
+from lockstep.data.dataset import Batch, DataSet, join_names
 from lockstep.data.parts import batch_of
 from lockstep.errors import UserError, did_you_mean, raise_problems
 from lockstep.extras import export_parts as parts
@@ -39,7 +39,7 @@ from lockstep.kit import pixels
 from lockstep.kit.images import FRAMING, NEEDED, Images
 from lockstep.kit.task import Task
 from lockstep.launch.resuming import config_of
-from lockstep.machine.files import atomic_replace, remove, write_text
+from lockstep.machine.files import atomic_replace, remove, to_json, write_text
 from lockstep.machine.process import seeded_and_restored
 from lockstep.run import RunFolder, metrics_of_test, overrides_of, versions
 from lockstep.training.losses import samples_at
@@ -49,7 +49,6 @@ from lockstep.training.losses import samples_at
 
 TIMM = "lockstep.kit.timm.from_timm"
 COMPARED, COMPARED_IN_TRIAL = 100, 6  # samples on which files and network are compared
-SHOWN = 20  # network names in a message
 
 
 @dataclass
@@ -78,11 +77,8 @@ class NetworkToExport:
 
     def __post_init__(self) -> None:
         if self.network and self.network not in (names := self.called()):
-            exists = self.network in dict(self.whole.named_modules(remove_duplicate=False))
-            reason = f"is not called when {type(self.whole).__name__} runs on a batch" if exists else "does not exist"
-            rest = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise UserError(
-                f"--network={self.network} {reason}{did_you_mean(self.network, names)}. Pass the name of a network that is called: {', '.join(names[:SHOWN])}{rest}."
+                f"--network={self.network} is not called when {type(self.whole).__name__} runs on a batch{did_you_mean(self.network, names)}. Pass the name of a network that is called: {join_names(names)}."
             )
 
     @property
@@ -103,15 +99,18 @@ class NetworkToExport:
         sample = self.batch["input"]  # a list for texts
         images = isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 4
         images = images and all(self.task.metadata.get(key) for key in NEEDED)
-        return images and (not self.network or self.call(self.data.preprocess(self.batch)).names == ["input"])
+        return images and (not self.network or self.first_call.names == ["input"])
+
+    @cached_property
+    def first_call(self) -> Call:
+        return self.call(self.data.preprocess(self.batch))
 
     @cached_property
     def activation(self) -> str:
         """What turns the network's outputs into predictions; `none` if the task computes predictions from other values."""
         names = {"predictions", "activation"}
         owner = next(base for base in type(self.task).__mro__ if vars(base).keys() & names)
-        is_known = not self.network and vars(owner).keys() >= names
-        is_known = is_known and self.call(self.data.preprocess(self.batch)).is_result
+        is_known = not self.network and vars(owner).keys() >= names and self.first_call.is_result
         return str((is_known and self.task.activation) or "none")
 
     @torch.no_grad()
@@ -155,28 +154,32 @@ class NetworkToExport:
         count = len(self.batch["index"])
         return [self.original(samples_at(self.batch, [index % count for index in range(n)], count))[0] for n in (2, 3)]
 
-    def signature(self) -> dict[str, Any]:
-        """The arguments of the network by their names in a batch, and the class that reads files for it, if any."""
-        batch = self.data.preprocess(self.batch)
-        call = self.call(batch)
-        if self.takes_images:
-            return {"inputs": None, "named": call.named, "reader": None}
-        has_reader = type(self.data).read is not DataSet.read and not isinstance(self.data, Images)
-        reads_files = has_reader and {name for _, name in leaves(call.names)} <= batch.keys()
-        target = f"{type(self.data).__module__}.{type(self.data).__qualname__}"
-        return {"inputs": call.names, "named": call.named, "reader": target if reads_files else None}
+    def write_reader(self, folder: Path) -> str | None:
+        """Copies the source files of the data set's class; returns its name, or None if it does not read files for the network."""
+        kind, names = type(self.data), {name for _, name in leaves(self.first_call.names)}
+        reads = kind.read is not DataSet.read and not isinstance(self.data, Images)
+        if self.takes_images or not reads or not names <= self.data.preprocess(self.batch).keys():
+            return None
+        try:
+            # fails if `preprocess` needs an attribute that only `__init__` sets
+            kind.for_files(self.task.metadata).preprocess(dict(self.batch))
+            parts.copy(parts.required_modules(kind.__module__, parts.OFFERED), folder / "source")
+        except (UserError, AttributeError) as e:
+            warn(f"the exported load.py cannot read files: {e}")
+            return None
+        parts.write_standin(folder / "standin")
+        return f"{kind.__module__}.{kind.__qualname__}"
 
     def write_network(self, folder: Path) -> dict[str, Any]:
         """Copies the source files of the network, unless it comes from an allowed library; returns how to create it."""
-        target, model = self.config.model.target, dict(self.config.model.kwargs)
+        target, model = self.config.model.target, self.config.model.kwargs
         if target == TIMM:
-            name = model.pop("name")
-            excluded = (*WEIGHTS, "in_channels", "num_classes", "image_size")
+            excluded = ("name", *WEIGHTS, "in_channels", "num_classes", "image_size")
             arguments = {key: value for key, value in model.items() if key not in excluded}
             arguments |= {"in_chans": self.offered["in_channels"], "num_classes": self.offered["num_classes"]}
             if vars(self.whole.get_submodule(self.made))["pretrained_cfg"].get("fixed_input_size"):
                 arguments.setdefault("img_size", self.offered["image_size"])
-            return {"target": "timm.create_model", "arguments": {"model_name": name, **arguments}}
+            return {"target": "timm.create_model", "arguments": {"model_name": model["name"], **arguments}}
         if any(path != "model" for path, _ in nodes(model, "model")):
             raise UserError(
                 "keys of the run's `model` contain objects; only plain values can be exported. Create the objects in the class."
@@ -200,23 +203,16 @@ class NetworkToExport:
         """Writes all files except the model card; returns, by file, the largest difference of its outputs from the network's."""
         from safetensors.torch import save
 
-        task, content = self.task, {**self.write_network(folder), **self.signature()}
+        task, content = self.task, self.write_network(folder)
+        content["inputs"] = None if self.takes_images else self.first_call.names
+        content |= {"named": self.first_call.named, "reader": self.write_reader(folder)}
         content["network"] = self.network.removeprefix(self.made).removeprefix(".")
-        if content["reader"]:
-            try:
-                # fails if `preprocess` needs an attribute that only `__init__` sets
-                type(self.data).for_files(task.metadata).preprocess(dict(self.batch))
-                parts.copy(parts.required_modules(type(self.data).__module__, parts.OFFERED), folder / "source")
-                parts.write_standin(folder / "standin")
-            except (UserError, AttributeError) as e:
-                warn(f"the exported load.py cannot read files: {e}")
-                content["reader"] = None
         content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
         needed = (*NEEDED, *FRAMING) if self.takes_images else task.metadata
         settings = {key: value for key, value in task.metadata.items() if key in needed}
-        files = {"model": content, "classes": [] if self.network else list(task.value_names), "preprocessing": settings}
-        for name, values in files.items():
-            write_text(folder / f"{name}.json", json.dumps(values, indent=1) + "\n")
+        classes = [] if self.network else list(task.value_names)
+        for name, values in {"model": content, "classes": classes, "preprocessing": settings}.items():
+            write_text(folder / f"{name}.json", to_json(values) + "\n")
         # as bytes, because save_file ignores the umask; cloned, because some are tied
         weights = {name: tensor.detach().contiguous().clone() for name, tensor in self.net.state_dict().items()}
         (folder / "model.safetensors").write_bytes(save(weights))
@@ -245,18 +241,14 @@ class Exportable(pl.Callback):
         if stage != "fit":
             return
         position = next(callback for callback in trainer.callbacks if isinstance(callback, Position))  # type: ignore[attr-defined]
-        config = position.config
         if not isinstance(pl_module, Task):
-            raise UserError(
-                f"callbacks.exportable: {config.task.target} is a LightningModule, which cannot be exported as a whole. Remove the "
-                "callback. scripts/export.py <run> --network=<name> exports one of its networks."
-            )
+            argument_of(position.config, pl_module, "")  # raises: no network is named
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         batch = data.raw("train", np.arange(COMPARED_IN_TRIAL) % len(data.dataset.train))
         with seeded_and_restored(0), TemporaryDirectory() as folder:
             net = copied(pl_module.net).cpu().eval()
             task = copied(pl_module, {id(pl_module.net): net, id(pl_module.evaluated): {}}).cpu().eval()
-            candidate = NetworkToExport(config, position.made_for["network"], task, net, data.evaluated, batch)
+            candidate = NetworkToExport(position.config, position.made_for["network"], task, net, data.evaluated, batch)
             candidate.write(Path(folder), self.formats)
 
 
@@ -273,32 +265,23 @@ class LightningModuleTask(Task):
             return (net if has_forward else net.get_submodule(self.argument))(batch["input"])
         except Exception as e:  # it may expect any arguments
             raise UserError(
-                f"--network={self.argument}: {type(net).__name__}{'.forward' if has_forward else ''} does not run on the input of this data ({e!s:.300}), "
-                "so the network's input is unknown. Define a `forward(input)` that calls it."
+                f"--network={self.argument}: {type(net).__name__}{'.forward' if has_forward else ''} does not run on the input of this data ({e!s:.300}), so the network's input is unknown. Define a `forward(input)` that calls it."
             ) from e
 
 
-def network_of_module(
-    config: RunConfig, checkpoint: Checkpoint, module: nn.Module, network: str
-) -> tuple[Task, nn.Module, str]:
-    """A task that stands in for a LightningModule, the module with its weights, and the argument that creates the network.
+def argument_of(config: RunConfig, module: nn.Module, network: str) -> str:
+    """The argument of a LightningModule that creates the network: the exported folder creates it again, without Lightning.
 
-    The exported folder creates the network again, without Lightning. Raises UserError: no argument creates it.
+    Raises UserError: no argument creates it.
     """
     argument = network.partition(".")[0]
-    candidates = [
-        name
-        for name, value in config.task.kwargs.items()
-        if isinstance(value, Mapping) and "_target_" in value and not value.get("_partial_")
-    ]
-    networks = [name for name in candidates if isinstance(getattr(module, name, None), nn.Module)]
+    created = [name for name, node in config.task.kwargs.items() if isinstance(node, Mapping) and "_target_" in node]
+    networks = [name for name in created if isinstance(getattr(module, name, None), nn.Module)]
     if argument not in networks:
         raise UserError(
-            f"{checkpoint.path}: {config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network "
-            f"that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net"
-            f"{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
+            f"{config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
-    return LightningModuleTask(argument, module, checkpoint.metadata), module, argument
+    return argument
 
 
 def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | None = None, network: str = "") -> Path:
@@ -314,22 +297,21 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
     errors = [f"{folder} exists. Pass a different folder, or remove it."] if folder.exists() else []
     raise_problems([*errors, *parts.missing(formats)])
     checkpoint = read(path)
-    config = config_of(checkpoint)
-    metadata, network_kwargs, argument = checkpoint.metadata, checkpoint.network or {}, ""
-    module = load_module(checkpoint)
+    config, module = config_of(checkpoint), load_module(checkpoint)
     if isinstance(module, Task):
-        task, net = module, module.net
+        task, net, offered, argument = module, module.net, checkpoint.network or {}, ""
     else:
-        task, net, argument = network_of_module(config, checkpoint, module, network)
-        network_kwargs = config.task.get(argument)
-        config = config.replace({"model": network_kwargs})
-    data, batch = samples_to_compare(config, metadata, files)
-    candidate = NetworkToExport(config, network_kwargs, task, net, data, batch, network, argument)
+        argument = argument_of(config, module, network)
+        task, net = LightningModuleTask(argument, module, checkpoint.metadata), module
+        offered = config.task.get(argument)
+        config = config.replace({"model": offered})
+    data, batch = samples_to_compare(config, checkpoint.metadata, files)
+    candidate = NetworkToExport(config, offered, task, net, data, batch, network, argument)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_replace(folder) as new_folder:
         new_folder.mkdir()
         differences = candidate.write(new_folder, formats)
-        write_text(new_folder / "README.md", card(checkpoint, candidate, new_folder, differences))
+        write_text(new_folder / "README.md", card(checkpoint, candidate, new_folder, differences) + "\n")
     return folder
 
 
@@ -357,34 +339,29 @@ def samples_to_compare(config: RunConfig, metadata: Mapping[str, Any], files: st
 # --- README.md of an exported folder, the model card: the network, its data, its metrics, how to load it ---
 
 
-def card(checkpoint: Checkpoint, exported_network: NetworkToExport, part: Path, differences: dict[str, float]) -> str:
+def card(checkpoint: Checkpoint, candidate: NetworkToExport, part: Path, differences: dict[str, float]) -> str:
     """The model card. `differences`: by file, the largest difference of its outputs from the trained network's."""
     config = config_of(checkpoint)
     run = checkpoint.path.resolve().parent.parent
     report = RunFolder(run).report()
-    overrides = overrides_of(report) or ()
+    settings = overrides_of(report) or ()
     if report.get("checkpoint") != os.path.relpath(checkpoint.path.resolve(), run):
         report = {}  # the run tested a different checkpoint
-    inputs = () if exported_network.takes_images else leaves(exported_network.examples()[0])
-    values = {
-        "run": config.run,
-        "model": (config.model or config.task).title,
-        "data_name": config.data.title,
-        "parameters": sum(p.numel() for p in exported_network.net.parameters()),
-        "task_name": config.task.title.replace("_", " "),
-        "what": exported_network,
-        "checkpoint": checkpoint,
-        "data": checkpoint.values[DATA],
-        "inputs": [
+    inputs = () if candidate.takes_images else leaves(candidate.examples()[0])
+    return MARKDOWN.get_template("card.md.j2").render(
+        config=config,
+        parameters=sum(p.numel() for p in candidate.net.parameters()),
+        what=candidate,
+        checkpoint=checkpoint,
+        inputs=[
             f"{x.dtype} of shape {('batch', *x.shape[1:])}".replace("torch.", "").replace("'", "") for _, x in inputs
         ],
-        "reader": json.loads((part / "model.json").read_bytes())["reader"],
-        "metrics": {name: report[name] for name in metrics_of_test(report) if name != "test/count"},
-        "count": report.get("test/count", 0),
-        "differences": differences,
-        "packages": (part / "requirements.txt").read_text(encoding="utf-8").split(),
-        "files": [path.name for path in part.iterdir()],
-        "settings": overrides,
-        "versions": versions(),
-    }
-    return MARKDOWN.get_template("card.md.j2").render(values) + "\n"
+        reader=json.loads((part / "model.json").read_bytes())["reader"],
+        metrics={name: report[name] for name in metrics_of_test(report) if name != "test/count"},
+        count=report.get("test/count", 0),
+        differences=differences,
+        packages=(part / "requirements.txt").read_text(encoding="utf-8").split(),
+        files=[path.name for path in part.iterdir()],
+        settings=settings,
+        versions=versions(),
+    )

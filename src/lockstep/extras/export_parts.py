@@ -54,16 +54,15 @@ def required_modules(module: str, offered: Set[str] = frozenset()) -> dict[str, 
     package, paths, disallowed = module.partition(".")[0], dict[str, Path](), dict[str, set[str]]()
     queue = [module]
     for name in queue:  # grows in the loop
-        if name in paths:
-            continue
         path = source_of(name)
-        assert path is not None, name
+        if name in paths or path is None:
+            continue
         paths[name] = path
         names = imported_names(path, name)
         ours = {dep for dep in names if dep.partition(".")[0] == package}
         if others := {dep.partition(".")[0] for dep in names - ours - offered} - ALLOWED - sys.stdlib_module_names:
             disallowed[path.name] = others
-        queue += sorted(dep for dep in ours if source_of(dep))
+        queue += sorted(ours)
     if package == "lockstep" and len(paths) > 1:
         disallowed[paths[module].name] = {"lockstep"}
     if disallowed:
@@ -78,22 +77,26 @@ def imported_names(path: Path, module: str) -> set[str]:
     """Full names of the modules that a file imports, except under `if TYPE_CHECKING`."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     prefix, names = module.partition(".")[0] + ".", set[str]()
+    for imported, attributes in imports(path):
+        base = importlib.util.resolve_name(imported, package)
+        for name in [f"{base}.{attribute}" for attribute in attributes] or [base]:
+            is_module = name.startswith(prefix) and source_of(name)
+            names.add(name if is_module or name in OFFERED else base)
+    return names
+
+
+def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """The name in each import of a file, perhaps relative, and what is imported from it."""
     for node in walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            yield from ((alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
-            for name in (f"{base}.{alias.name}" for alias in node.names):
-                is_module = name.startswith(prefix) and source_of(name)
-                names.add(name if is_module or name in OFFERED else base)
-    return names
+            yield "." * node.level + (node.module or ""), [alias.name for alias in node.names]
 
 
 def requirements(folder: Path, library: str, formats: Sequence[str]) -> str:
     """The packages that the files of a folder import, at their installed versions. `library`: that of the network."""
-    nodes = [node for path in folder.rglob("*.py") for node in walk(ast.parse(path.read_bytes()))]
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names} | {library}
-    names |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
+    names = [library, *(name for path in folder.rglob("*.py") for name, _ in imports(path))]
     top = {name.partition(".")[0] for name in names}
     needed = [package for name, package in PACKAGES.items() if name in top] + ["onnxruntime"] * ("onnx" in formats)
     return "".join(f"{package}=={version(package).partition('+')[0]}\n" for package in needed)
@@ -132,8 +135,6 @@ def write_standin(folder: Path) -> None:
 
 Inputs = tuple[Any, ...]  # arguments of a network: tensors, or dicts, lists and tuples of them
 Run = Callable[..., Any]
-# from samples to the arguments of an exported file, and the outputs of the trained network
-Original = Callable[[Batch], tuple[Inputs, Any]]
 TOLERANCE = 1e-4
 BATCHES = (1, 5)  # the exporter has frozen a network's batch size to that of its example (pytorch#157621)
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -243,8 +244,10 @@ cloned = partial(apply_to_collection, dtype=Tensor, function=Tensor.clone)
 
 
 @torch.inference_mode()
-def compare_outputs(runners: dict[str, Run], original: Original, batch: Batch) -> dict[str, float]:
+def compare_outputs(runners: dict[str, Run], original: Run, batch: Batch) -> dict[str, float]:
     """The largest difference between each file's outputs and those of the trained network, over all samples and BATCHES.
+
+    `original`: from samples to the arguments of an exported file, and the outputs of the trained network.
 
     Raises:
         UserError: a difference is above TOLERANCE.

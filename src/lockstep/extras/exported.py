@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
 # B batch · C channel · H W pixel · K class
 
@@ -45,24 +46,18 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 class Images:
     """Reads image files and prepares them as in training."""
 
-    def __init__(
-        self, pixels: ModuleType, *, channels: int, image_size: int, mean: Any, std: Any, **framing: Any
-    ) -> None:
+    def __init__(self, pixels: Any, *, channels: int, image_size: int, mean: Any, std: Any, **framing: Any) -> None:
         self.pixels, self.endings = pixels, pixels.ENDINGS
         self.channels, self.frame = channels, pixels.Frame(image_size, **framing)
         # from uint8 images_BCHW of any size to the input of the network
         self.normalise = pixels.Preprocess(self.frame, mean=mean, std=std)
 
     def read(self, path: Path) -> dict[str, Any]:
-        from PIL import Image
-
         with warnings.catch_warnings(), Image.open(path) as image:
             warnings.simplefilter("ignore")  # about odd EXIF data and palettes
             return {"input": self.pixels.to_array(image, channels=self.channels, frame=self.frame)}
 
     def mask_size(self, path: Path) -> Any:
-        from PIL import Image
-
         with Image.open(path) as image:
             return self.pixels.original_size(image)
 
@@ -97,11 +92,11 @@ class Model:
         if self.activation == "none":
             if isinstance(output, list | tuple):
                 output = {f"output_{index}": value for index, value in enumerate(output)}
-            by_name = output if isinstance(output, dict) else {"output": output}
-            columns = [digits(x.tolist()) if isinstance(x, Tensor) else x for x in by_name.values()]
-            return [dict(zip(by_name, row, strict=True)) for row in zip(*columns, strict=True)]
+            output = output if isinstance(output, dict) else {"output": output}
+            columns = [digits(tensor.tolist()) for tensor in output.values()]
+            return [dict(zip(output, row, strict=True)) for row in zip(*columns, strict=True)]
         if self.activation == "identity":
-            return [dict(zip(self.classes, map(digits, row), strict=True)) for row in output.tolist()]
+            return [dict(zip(self.classes, row, strict=True)) for row in digits(output.tolist())]
         if self.threshold is not None:
             present = (output > self.threshold).tolist()
             return [{"labels": [n for n, is_on in zip(self.classes, row, strict=True) if is_on]} for row in present]
@@ -113,24 +108,20 @@ class Model:
 
     def samples(self, paths: Iterable[str]) -> Iterator[tuple[dict[str, Any], Any]]:
         """For each sample in the files, the first cells of its row and its values. If it cannot be read, an `error` cell and None."""
-        expected: dict[str, Any] = {}  # the shapes of the first sample
+        first: dict[str, Any] = {}
         for path in paths:
             try:
                 if not Path(path).is_file():  # a pipe or a device may never end
                     raise OSError("it is not a regular file")
-                content = self.reader.read(Path(path))
-                single = isinstance(content, dict)  # otherwise Arrays of rows or lines
-                samples = [content] if single else [sample_of(content, row) for row in range(len(content))]
-                if not samples:
-                    raise ValueError("it contains no samples")
+                samples = samples_of(self.reader.read(Path(path)))
             except Exception as e:  # Pillow raises nearly anything for a broken file
                 yield {"path": path, "error": self.pixels.read_error_text(e)}, None
                 continue
-            for row, sample in enumerate(samples):
-                facts = {"path": path} if single else {"path": path, "row": row}
-                expected = expected or shapes_of(sample)
-                error = odd_shape(sample, expected)
-                yield {**facts, "error": error}, None if error else sample
+            for row in range(len(samples)):
+                facts = {"path": path} if isinstance(samples, list) else {"path": path, "row": row}
+                first = first or samples[row]
+                error = odd_shape(samples[row], first)
+                yield {**facts, "error": error}, None if error else samples[row]
 
     def files(self, names: Iterable[str]) -> list[str]:
         """The files, and the files in the folders."""
@@ -162,17 +153,17 @@ class Model:
                 yield {**facts, **row, "error": error}
 
 
-def sample_of(arrays: Any, row: int) -> dict[str, Any]:
-    return {name: array[row] for name, array in arrays.arrays.items()}
+def samples_of(content: Any) -> Any:
+    """What `read` returned as a sequence of samples: a list of one sample, or Arrays of several."""
+    samples = [content] if isinstance(content, Mapping) else content
+    if not len(samples):
+        raise ValueError("it contains no samples")
+    return samples
 
 
-def shapes_of(sample: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: np.shape(value) for name, value in sample.items()}
-
-
-def odd_shape(sample: dict[str, Any], expected: dict[str, tuple[int, ...]]) -> str:
-    """Why a sample does not fit into a batch with the `expected` shapes; empty if it does."""
-    shapes = shapes_of(sample)
+def odd_shape(sample: dict[str, Any], first: dict[str, Any]) -> str:
+    """Why a sample does not fit into a batch with the `first`; empty if it does."""
+    shapes, expected = ({name: np.shape(value) for name, value in each.items()} for each in (sample, first))
     names = (name for name in expected if shapes.get(name) != expected[name])
     return next((f"its {n} has shape {shapes.get(n)}, but in other files {expected[n]}" for n in names), "")
 
@@ -192,8 +183,7 @@ def digits(value: Any) -> Any:
 
 
 def module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"exported_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    spec: Any = importlib.util.spec_from_file_location(f"exported_{path.stem}", path)
     loaded = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(loaded)
     return loaded
@@ -223,7 +213,8 @@ def locate_class(folder: Path, target: str) -> Any:
 def load(folder: str | Path = Path(__file__).parent) -> Model:
     """The model of an exported folder, on the CPU."""
     folder = Path(folder).resolve()
-    model, data = (json.loads((folder / name).read_bytes()) for name in ("model.json", "preprocessing.json"))
+    names = ("model", "preprocessing", "classes")
+    model, data, classes = (json.loads((folder / f"{name}.json").read_bytes()) for name in names)
     whole = locate_class(folder, model["target"])(**model["arguments"])
     net = whole.get_submodule(model["network"])  # empty: all of it
     net.load_state_dict(load_file(folder / "model.safetensors"))
@@ -231,17 +222,11 @@ def load(folder: str | Path = Path(__file__).parent) -> Model:
     if model["inputs"] is None:
         reader = Images(pixels, **data)
     elif model["reader"]:
-        installed = importlib.util.find_spec("lockstep")
-        if installed is None or installed.origin is None:
+        if getattr(importlib.util.find_spec("lockstep"), "origin", None) is None:
             sys.path.append(str(folder / "standin"))  # for its class DataSet
         reader = locate_class(folder, model["reader"]).for_files(data)
-    return Model(
-        net=net.eval(),
-        reader=reader,
-        pixels=pixels,
-        classes=json.loads((folder / "classes.json").read_bytes()),
-        **{key: model[key] for key in ("inputs", "named", "activation", "threshold")},
-    )
+    options = {key: model[key] for key in ("inputs", "named", "activation", "threshold")}
+    return Model(net=net.eval(), reader=reader, pixels=pixels, classes=classes, **options)
 
 
 def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:

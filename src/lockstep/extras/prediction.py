@@ -6,12 +6,12 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import quote
 
 import lightning.pytorch as pl
@@ -29,34 +29,15 @@ from lockstep.config.settings import Settings
 from lockstep.data.dataset import DataSet, Sound
 from lockstep.errors import TrainingFailed, UserError
 from lockstep.extras.exported import digits, text
-from lockstep.extras.panels import encode
+from lockstep.extras.panels import encode, shown
 from lockstep.extras.render import render
 from lockstep.extras.requests import gallery_of
-from lockstep.extras.tables import (
-    LISTED,
-    Inputs,
-    Row,
-    as_utf8,
-    input_files,
-    list_errors,
-    predicted_columns,
-    write_table,
-)
+from lockstep.extras.tables import Inputs, Row, input_files, list_errors, predicted_columns, write_table
 from lockstep.kit import Images
 from lockstep.kit.datamodule import DataModule
 from lockstep.kit.panels import Lines, Mask, Picture, Sample
 from lockstep.kit.pixels import Frame
-from lockstep.machine.files import (
-    atomic_replace,
-    locked,
-    part_folder,
-    plain_values,
-    read_text,
-    remove,
-    write_json,
-    write_text,
-)
-from lockstep.machine.world import all_gather_objects
+from lockstep.machine.files import atomic_replace, locked, part_folder, plain_values, remove, write_json, write_text
 from lockstep.reporting.console import print_line
 from lockstep.reporting.report import decode
 from lockstep.training.batches import Loaders
@@ -69,10 +50,7 @@ from lockstep.training.oom import oom_advice
 # B batch · K class, label, ... · H W pixel
 
 
-WIDE = "probabilities"  # a column with a number for each class or label, written on request
-
-
-def table_rows(columns: Row, names: Sequence[str], count: int, *, wide: bool) -> list[Row]:
+def table_rows(columns: Row, count: int) -> list[Row]:
     """A dict for each of `count` samples. Raises UserError: a column does not have one value per sample."""
     cells: dict[str, list[Any]] = {}
     for name, value in columns.items():
@@ -81,11 +59,7 @@ def table_rows(columns: Row, names: Sequence[str], count: int, *, wide: bool) ->
             raise UserError(
                 f"the predictions have a column `{name}` with the shape {shape} for a batch of {count}. Return one value per sample: a number, a string, a list of either, or an integer image (HW)."
             )
-        if name == WIDE and names and isinstance(value, Tensor) and value.dim() == 2:
-            labels = zip(names, value.unbind(1), strict=False) if wide else ()
-            cells |= {f"probability/{label}": digits(column.tolist()) for label, column in labels}
-        else:
-            cells[name] = digits(plain_values(value if isinstance(value, Tensor) else [*value]))
+        cells[name] = digits(plain_values(value if isinstance(value, Tensor) else [*value]))
     return [dict(zip(cells, row, strict=True)) for row in zip(*cells.values(), strict=True)]
 
 
@@ -95,11 +69,11 @@ def table_rows(columns: Row, names: Sequence[str], count: int, *, wide: bool) ->
 FIRST = (*RESERVED[:-1], "target")  # columns before the task's
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
 KEPT = 200  # samples in a gallery
-DRAWN = "rank-{}.drawn"  # a file of each process; a line has the index of a sample and what its task draws
+DRAWN = {"Lines": Lines, "Picture": Picture}  # what a gallery shows of `describe`
 
 
 def part(folder: Path, rank: int) -> Path:
-    """The file of one process. A line has the number of a batch, the index of a sample, and its row."""
+    """The file of one process. A line has the number of a batch, the index of a sample, its row, and what its task draws."""
     return folder / f"rank-{rank}.jsonl"
 
 
@@ -116,45 +90,37 @@ def masks(output: Path, column: str) -> Path:
 
 
 class PredictionParts:
-    """The rows of all processes. `write` writes the table and counts `count`, `broken` and `wrong`; `gallery` writes a page.
+    """The rows of all processes. `write` writes the table; `gallery` writes a page.
 
     `example` has a value of each column that any row has.
     """
 
-    def __init__(self, output: Path, folder: Path, world: int, example: Row) -> None:
-        self.output, self.folder, self.world = output, folder, world
-        self.example = dict(sorted(example.items(), key=lambda item: item[0] == ERROR))  # the last column
-        self.count = self.broken = self.wrong = 0
+    def __init__(self, output: Path, folder: Path, world: int) -> None:
+        self.output, self.folder, self.paths = output, folder, [part(folder, rank) for rank in range(world)]
+        self.count = self.broken = 0
         self.filled = Counter[str]()  # rows that have a column
-        self.reasons: list[tuple[str, str]] = []  # why the first broken files could not be read
+        example: Row = {}
+        for _, row, _ in self.rows():
+            self.count += 1
+            self.filled.update(row.keys())
+            if row.get(ERROR):
+                self.broken += 1
+            else:
+                example |= {name: value for name, value in row.items() if example.get(name) in (None, [])}
         if not example:
             raise UserError("the files can no longer be read. Nothing was written.")
+        self.example = dict(sorted(example.items(), key=lambda item: item[0] == ERROR))  # the last column
         self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
         columns = [name for name in self.example if name not in (*FIRST, ERROR) and not name.startswith("target/")]
         numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be named target
         self.guess = next(iter(numbers + columns), "")  # the column of the prediction
         self.key = next((name for name in SORTED if name in self.example), None)
 
-    def rows(self) -> Iterator[tuple[int, Row]]:
-        """Index and row, in input order. Batches are split by rank, so the rows of a batch are in the order of the ranks."""
-        paths = [part(self.folder, rank) for rank in range(self.world)]
-        if missing := [str(path) for path in paths if not path.is_file()]:
-            raise UserError(
-                f"{missing[0]} is missing: all machines must share the folder of output=. Set a different one."
-            )
+    def rows(self) -> Iterator[tuple[int, Row, str]]:
+        """Index, row and drawing, in input order. Batches are split by rank, so the rows of a batch are in the order of the ranks."""
         with ExitStack() as files:
-            streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in paths]
-            yield from ((index, row) for _, index, row in heapq.merge(*streams, key=lambda line: line[0]))
-
-    def counted(self) -> Iterator[Row]:
-        for _, row in self.rows():
-            self.count += 1
-            self.filled.update(row.keys())
-            self.wrong += self.is_wrong(row)
-            if row.get(ERROR):
-                self.broken += 1
-                self.reasons += [(row["path"], row[ERROR])] if len(self.reasons) < LISTED else []
-            yield row
+            streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in self.paths]
+            yield from (line for _, *line in heapq.merge(*streams, key=itemgetter(0)))
 
     def is_wrong(self, row: Row) -> bool:
         """Whether target and prediction differ; numbers and masks are neither right nor wrong."""
@@ -166,45 +132,48 @@ class PredictionParts:
     def write(self) -> None:
         """Writes the table, whole or not at all, with its masks."""
         with atomic_replace(self.output) as new:
-            write_table(new, self.output.suffix, self.example, self.counted())
+            write_table(new, self.output.suffix, self.example, (row for _, row, _ in self.rows()))
             for name in self.masks:
                 remove(masks(self.output, name))
                 (self.folder / name).replace(masks(self.output, name))
 
     def gallery(self, path: Path, data: DataModule, metadata: Mapping[str, str]) -> None:
         """Writes a page of `KEPT` samples with their predictions. It works offline, and needs the files of sounds only to play them."""
-        readable = (item for item in self.rows() if not item[1].get(ERROR))
-        chosen = heapq.nsmallest(KEPT, readable, lambda item: order(item[1]))
-        lines = [line for path in self.folder.glob(DRAWN.format("*")) for line in read_text(path).splitlines()]
-        drawn = dict(json.loads(line, object_hook=decode) for line in lines)
-        folders = [Path.cwd() / Path(row["path"]).parent for _, row in chosen if "path" in row]
+        readable = (line for line in self.rows() if not line[1].get(ERROR))
+        chosen = heapq.nsmallest(KEPT, readable, lambda line: order(line[1]))
+        folders = [Path.cwd() / Path(row["path"]).parent for _, row, _ in chosen if "path" in row]
         common = os.path.commonpath(folders) if folders else ""
+        names = [os.path.relpath(row["path"], common) if "path" in row else f"#{index}" for index, row, _ in chosen]
         values = {
-            "samples": [self.sample(index, row, data, path.parent, drawn.get(index, {})) for index, row in chosen],
-            "rows": [row for _, row in chosen],
+            "samples": [self.sample(*line, data, path.parent) for line in chosen],
+            "rows": [row for _, row, _ in chosen],
             "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
-            "names": [as_utf8(os.path.relpath(row["path"], common)) if "path" in row else f"#{i}" for i, row in chosen],
+            "names": plain_values(names),
             "order": SORTED.get(str(self.key), "the first ones"),
             "unit": data.unit,
             "table": self,
+            "wrong": sum(self.is_wrong(row) for _, row, _ in self.rows()),
             "about": metadata,
         }
         write_text(path, render("gallery.html.j2", self.output.stem, values))
 
-    def sample(self, index: int, row: Row, data: DataModule, page: Path, drawn: Mapping[str, Any]) -> Sample:
+    def sample(self, index: int, row: Row, drawn: str, data: DataModule, page: Path) -> Sample:
         """A sample as the page shows it: what the data set stores, its masks, and what the task draws."""
         raw = sample_at(data.raw(data.predicted, [index]), 0, 1)
-        shown = data.dataset.show(raw)
+        values = shown(data.dataset, raw)
         if isinstance(data.dataset, Inputs):
             file = quote(os.fsencode(os.path.relpath(data.dataset.test.path(index), page)))
-            shown = {n: replace(v, file=file) if isinstance(v, Sound) else v for n, v in shown.items()}
+            values = {n: replace(v, file=file) if isinstance(v, Sound) else v for n, v in values.items()}
         if self.masks and np.ndim(raw.get("target", 0)) == 2:
-            shown["target"] = Mask(np.asarray(raw["target"]))
+            values["target"] = Mask(np.asarray(raw["target"]))
         for name in [name for name in self.masks if name in row]:
             with Image.open(self.output.parent / row[name]) as mask:
-                shown[name] = Mask(np.asarray(mask))
-        image = shown.pop("image", None)
-        return Sample(index, {**shown, **drawn}, image)
+                values[name] = Mask(np.asarray(mask))
+        for name, drawing in json.loads(drawn, object_hook=decode).items():
+            parts = vars(drawing)
+            values[name] = DRAWN[parts.pop("kind")](**parts)
+        image = values.pop("image", None)
+        return Sample(index, values, image)
 
 
 # --- Writes the predictions of a process as they are computed ---
@@ -213,26 +182,18 @@ class PredictionParts:
 class Writer(pl.Callback):
     """Writes what `predict_step` returns as rows to a file of this process, without keeping them in memory.
 
-    `asked`: the keys of predict.py. `made`: turns outputs into columns. `names`: the names of their classes or labels. Masks of files
-    are resized to the size of the file.
+    `request`: the keys of predict.py. `to_columns`: turns outputs into columns. Masks of files are resized to the size of the file.
     """
 
-    def __init__(self, loaders: Loaders, asked: Request, made: Callable[[Any], Row], names: Sequence[str]) -> None:
-        self.loaders, self.asked, self.made, self.names = loaders, asked, made, names
+    folder: Path  # of the parts; set on rank 0, which creates it
+
+    def __init__(self, loaders: Loaders, request: Request, to_columns: Callable[[Any], Row]) -> None:
+        self.loaders, self.request, self.to_columns = loaders, request, to_columns
         self.describe = hook(loaders.module, "describe")
-        self.drawn: list[tuple[float, int, str]] = []  # order, index and facts of the first samples of the gallery
-        self.output = self.folder = Path(str(asked.output))
-        self.columns: Row = {}  # with a value of each; of all processes at the end
-        self.own = ExitStack()  # on rank 0: the folder of the parts
+        self.first_keys: list[tuple[float, int]] = []  # of the samples so far that the gallery may show, in its order
+        self.output = Path(str(request.output))
         dataset = getattr(loaders.data, "dataset", None)
         self.files = dataset.test if isinstance(dataset, Inputs) else None
-        self.file: IO[str] | None = None
-        self.order: Iterator[Any] = iter(())  # the indices of each batch
-
-    @property
-    def problems(self) -> Sequence[str | None] | None:
-        """For each file of the batch, why it could not be read; None if the data is not files."""
-        return getattr(self.loaders.data, "problems", None)
 
     def first(self, index: int) -> Row:
         """The first cells of a row: the sample's file, or its index in the part."""
@@ -242,84 +203,64 @@ class Writer(pl.Callback):
         return {"index": index} | ({} if paths is None else {"path": str(paths[index])})
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero:
-            self.output.parent.mkdir(parents=True, exist_ok=True)
-            self.folder = self.own.enter_context(part_folder(self.output.parent))
         self.folder = trainer.strategy.broadcast(self.folder)
         digest = hashlib.sha256(self.files.name_N.tobytes()).hexdigest() if self.files else ""
-        if trainer.strategy.broadcast(digest) != digest:  # the broadcast also waits for the folder
-            raise TrainingFailed(
-                "input: processes listed different files, because the folder is changing. Pass a CSV of the files."
-            )
-        trainer.strategy.barrier("the folder of the parts")
-        self.file = part(self.folder, trainer.global_rank).open("w", encoding="utf-8")
-        self.order = self.loaders.predicted(trainer)
+        if trainer.strategy.broadcast(digest) != digest:
+            raise TrainingFailed("input: the folder is changing: processes listed different files. Pass a CSV of them.")
+        trainer.strategy.barrier("the files to predict")
+        self.part = part(self.folder, trainer.global_rank)
+        self.part.touch()
+        self.order = self.loaders.predicted(trainer)  # the indices of each batch
 
     def on_predict_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: int
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, *_: int
     ) -> None:
-        assert self.file is not None
         indices = next(self.order)
         if not indices:
             return
-        columns = self.made(outputs)
+        # for each file of the batch, why it could not be read; None: the data is not files
+        problems = getattr(self.loaders.data, "problems", None) or [None] * len(indices)
+        columns = self.to_columns(outputs)
         for name, value in columns.items():
             # a mask for each sample
             if isinstance(value, Tensor) and value.dim() == 3 and not value.is_floating_point():
-                columns[name] = self.saved(name, value, indices)
-        rows = table_rows(columns, self.names, len(indices), wide=self.asked.probabilities)
-        for position, (index, row) in enumerate(zip(indices, rows, strict=True)):
-            problem = self.problems and self.problems[position]  # None: the data is not files
-            row = self.first(index) | ({} if problem else row) | ({} if problem is None else {ERROR: problem})
-            if not problem:
-                self.add(row)
-            self.file.write(f"{json.dumps([batch_idx, index, row])}\n")
-        if self.asked.gallery and self.describe:
-            self.draw(outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
+                columns[name] = self.save_masks(name, value, indices, problems)
+        rows = table_rows(columns, len(indices))
+        drawn = self.draw(outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
+        with self.part.open("a", encoding="utf-8") as file:
+            for index, row, problem, drawing in zip(indices, rows, problems, drawn, strict=True):
+                cells = self.first(index) | ({} if problem else row) | ({} if problem is None else {ERROR: problem})
+                file.write(f"{json.dumps([batch_idx, index, cells, drawing])}\n")
 
-    def add(self, row: Row) -> None:
-        """Keeps a value of each column of the row."""
-        self.columns |= {name: value for name, value in row.items() if self.columns.get(name) in (None, [])}
+    def draw(self, outputs: Any, keys: list[tuple[float, int]]) -> list[str]:
+        """The pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
+        drawn: list[dict[str, Any]] = [{} for _ in keys]
+        if self.request.gallery and self.describe:
+            self.first_keys = heapq.nsmallest(KEPT, [*self.first_keys, *keys])
+            try:
+                for key, facts, drawing in zip(keys, self.describe(*outputs), drawn, strict=True):
+                    if key <= self.first_keys[-1]:
+                        drawing.update({n: v for n, v in facts.items() if isinstance(v, Lines | Picture)})
+            except Exception as e:
+                self.describe = None  # it would fail for the next batch, too
+                if e.args != ("target",):  # files have no target
+                    warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
+        return [json.dumps(encode(drawing)) for drawing in drawn]
 
-    def draw(self, outputs: Any, keys: Sequence[tuple[float, int]]) -> None:
-        """Keeps the pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
-        try:
-            described = self.describe(*outputs)  # type: ignore[misc]
-            drawable = [{n: v for n, v in facts.items() if isinstance(v, Lines | Picture)} for facts in described]
-            new = [(*key, facts) for key, facts in zip(keys, drawable, strict=True) if facts]
-        except Exception as e:
-            self.describe = None  # it would fail for the next batch, too
-            if e.args != ("target",):  # files have no target
-                warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
-            return
-        first = heapq.nsmallest(KEPT, [*self.drawn, *new], itemgetter(0))
-        self.drawn = [(key, index, v if isinstance(v, str) else json.dumps(encode(v))) for key, index, v in first]
-
-    def saved(self, name: str, mask_BHW: Tensor, indices: Sequence[int]) -> list[str]:
+    def save_masks(self, name: str, mask_BHW: Tensor, indices: list[int], problems: list[Any]) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
-        target = masks(self.output, name)
-        if target.exists() and not self.asked.overwrite:
+        target, folder = masks(self.output, name), self.folder / name
+        if target.exists() and not self.request.overwrite:
             raise UserError(f"{target} exists. Set a different output=, or overwrite=true.")
-        folder = self.folder / name
         folder.mkdir(exist_ok=True)
-        for position, (index, mask_HW) in enumerate(zip(indices, mask_BHW.cpu().numpy(), strict=True)):
-            if self.problems and self.problems[position]:
-                continue
-            size = self.files.reader.mask_size(self.files.path(index)) if self.files else None
-            frame = getattr(self.files.reader, "frame", None) if self.files else None
-            (frame or Frame(len(mask_HW))).mask(mask_HW, size).save(folder / f"{index:06}.png")
+        for index, mask_HW, problem in zip(indices, mask_BHW.cpu().numpy(), problems, strict=True):
+            if not problem:
+                image = self.files.mask(index, mask_HW) if self.files else Frame(len(mask_HW)).mask(mask_HW)
+                image.save(folder / f"{index:06}.png")
         return [f"{target.name}/{index:06}.png" for index in indices]
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.close()
-        lines = [f"[{index}, {facts}]\n" for _, index, facts in self.drawn]
-        write_text(self.folder / DRAWN.format(trainer.global_rank), "".join(lines))
-        for columns in all_gather_objects(self.columns):  # also waits for the parts
-            self.add(columns)
-
-    def close(self) -> None:
-        if self.file:
-            self.file.close()
+        trainer.strategy.barrier("the parts")
 
 
 # --- The data to predict, and the table of predictions ---
@@ -339,28 +280,27 @@ def datamodule(settings: Settings, data: DataSet | None) -> pl.LightningDataModu
         raise UserError(
             f"input={request.input}: predict.py cannot import {made[9:]}, the data set's class. Move it from train.py into src/."
         )
-    hint = "pass input=test, val or train (parts of the run's own data)"
+    hint = "pass input=test, val, train or, with your own dataloaders, predict (parts of the run's own data)"
     files = input_files(request.input, replace(cfg.data, target=made), checkpoint.metadata, hint)
     if files.left_out and settings.world.rank == 0:
         warn(f"left out of input={request.input}: {files.left_out}")
     if isinstance(files.reader, Images):
         files.reader.channels_last = bool(cfg.data.get("channels_last", cfg.channels_last))
-    loader = cfg.loader
-    assert loader and loader.num_workers != "auto"
-    size = loader.eval_batch_size or loader.batch_size
-    return DataModule(
-        Inputs(files, checkpoint.network or {}), batch_size=1, eval_batch_size=size, num_workers=loader.num_workers
-    )
+    loader: Any = cfg.loader
+    options = {"eval_batch_size": loader.eval_batch_size or loader.batch_size, "num_workers": loader.num_workers}
+    return DataModule(Inputs(files, checkpoint.network or {}), batch_size=1, **options)
 
 
 @contextmanager
-def lock_output(output: Path, *, overwrite: bool) -> Iterator[None]:
-    """Locks `output`. Raises UserError: another prediction is writing it, or wrote it in the meantime."""
+def lock_output(output: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Locks `output`; yields a folder for its parts. Raises UserError: another prediction is writing it, or wrote it in the meantime."""
     in_use = f"output={output}: another prediction is writing it. Set a different output=."
+    output.parent.mkdir(parents=True, exist_ok=True)
     with locked(output.with_name(f".{output.name}.lock"), in_use, 0):
         if output.exists() and not overwrite:
             raise UserError(f"output={output} exists. Set a different file, or overwrite=true.")
-        yield
+        with part_folder(output.parent) as folder:
+            yield folder
 
 
 def predict(settings: Settings, module: pl.LightningModule, data: Any) -> PredictionParts | None:
@@ -369,15 +309,14 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
     assert request and request.output
     output = Path(request.output)
     loaders.predict_on(request.part, gallery=request.gallery)
-    writer = Writer(loaders, request, *predicted_columns(module, request.top_k))
+    writer = Writer(loaders, request, predicted_columns(module, request))
     trainer = evaluator(settings, loaders, writer)
-    claim = nullcontext() if world.rank else lock_output(output, overwrite=request.overwrite)
-    with claim, writer.own, closing(writer):
+    with nullcontext(output) if world.rank else lock_output(output, overwrite=request.overwrite) as writer.folder:
         with oom_advice(trainer, loaders, settings):
             trainer.predict(module, datamodule=data, return_predictions=False)
         if world.rank:
             return None
-        parts = PredictionParts(output, writer.folder, world.size, writer.columns)
+        parts = PredictionParts(output, writer.folder, world.size)
         parts.write()
         if request.gallery:
             name = Path(settings.tested_checkpoint).name
@@ -386,9 +325,9 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
             counts = ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial.items())
             warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")
         if parts.broken:
-            warn(
-                f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons:{list_errors(parts.reasons, parts.broken)}"
-            )
+            bad = ((row["path"], row[ERROR]) for _, row, _ in parts.rows() if row.get(ERROR))
+            why = f"the column {ERROR} has the reasons:{list_errors(bad, parts.broken)}"
+            warn(f"{parts.broken:,} of {parts.count:,} files cannot be read; {why}")
         return parts
 
 
@@ -402,9 +341,8 @@ def show_predictions(settings: Settings, metadata: Mapping[str, Any], parts: Pre
     print_line(str(output), copied=True)
     if request.gallery:
         print_line(str(gallery_of(output)), copied=True, link=gallery_of(output))
+    content = {**metadata, "input": request.input, "output": request.output, "count": parts.count, "broken": broken}
     try:
-        write_json(
-            path, {**metadata, "input": request.input, "output": request.output, "count": parts.count, "broken": broken}
-        )
+        write_json(path, content)
     except OSError as e:  # the run may be read-only; the table is complete, and may be elsewhere
         warn(f"{path} could not be written: {e.strerror}. The table is complete.")

@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -11,20 +11,22 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from numpy.typing import NDArray
+from PIL.Image import Image
 from torch import Tensor
 
 from lockstep.config.formatting import inline
 from lockstep.config.project import is_user_code_error
-from lockstep.config.run_config import Component
+from lockstep.config.run_config import Component, Request
 from lockstep.config.targets import target_of
-from lockstep.data.dataset import Arrays, Batch, DataSet
+from lockstep.data.dataset import Batch, DataSet
 from lockstep.errors import UserError
-from lockstep.extras.exported import digits, odd_shape, sample_of, shapes_of, write_csv
+from lockstep.extras.exported import digits, odd_shape, samples_of, write_csv
 from lockstep.kit.folder import fold_name
 from lockstep.kit.listing import MISSING, SEPARATORS, Check, Listing, find_inputs, target_problem
-from lockstep.kit.pixels import file_name_text, read_error_text
+from lockstep.kit.pixels import Frame, file_name_text, read_error_text
 from lockstep.kit.task import Task
-from lockstep.machine.files import to_json
+from lockstep.machine.files import plain_values, to_json
 from lockstep.training.losses import validated_columns
 from lockstep.training.module import WholeBatchNeeded, hook
 
@@ -35,10 +37,10 @@ BUGS = (NameError, AttributeError, TypeError, ImportError)  # in a custom `read`
 LISTED = 10  # files in a message
 
 
-def list_errors(reasons: list[tuple[str, str]], count: int) -> str:
-    """Lines with the reasons why `count` files cannot be read. `reasons`: path and reason of the first ones."""
-    more = [f"\n  and {count - len(reasons):,} more"] if count > len(reasons) else []
-    return "".join([*(f"\n  {inline(path)}: {inline(why)}" for path, why in reasons), *more])
+def list_errors(errors: Iterable[tuple[str, str]], count: int) -> str:
+    """Lines with the first of `count` files that cannot be read, and why. `errors`: path and reason of each."""
+    lines = [f"\n  {inline(path)}: {inline(why)}" for path, why in itertools.islice(errors, LISTED)]
+    return "".join(lines) + (f"\n  and {count - LISTED:,} more" if count > LISTED else "")
 
 
 class InputFiles:
@@ -54,29 +56,27 @@ class InputFiles:
         # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.name_N, self.target_N = (np.array([os.fsencode(x) for x in xs]) for xs in (inputs.paths, inputs.targets))
         self.reader, self.base, self.left_out = reader, inputs.base, inputs.left_out
-        self.held: list[tuple[Arrays, str]] = []
-        self.several: bool | None = None  # whether files have several samples, as in the first readable one
+        self.held: list[tuple[Any, str]] = []
+        self.several = True  # whether files may have several samples, as the first readable one has
         self.bug: Exception | None = None
         count, problems = len(self.name_N), list[str]()
         for file in range(count):
-            first, problem = self.read(file)
+            samples, problem = self.read(file)
             if not problem:
                 break
             problems.append(problem)
         else:
             if self.bug:
-                self.bug.add_note(
-                    f"{type(reader).__name__}.read can use only self.metadata, because __init__ was not called."
-                )
+                name = type(reader).__name__
+                self.bug.add_note(f"{name}.read can use only self.metadata, because __init__ was not called.")
                 raise self.bug
-            reasons = [(self.name(file), why) for file, why in enumerate(problems[:LISTED])]
-            raise UserError(f"none of {count:,} files can be read:{list_errors(reasons, count)}\nNothing was written.")
-        self.example = sample_of(first, 0)
-        self.shapes = shapes_of(self.example)
+            errors = list_errors(((self.name(file), why) for file, why in enumerate(problems)), count)
+            raise UserError(f"none of {count:,} files can be read:{errors}\nNothing was written.")
+        self.example, self.several = samples[0], not isinstance(samples, list)
         counts = np.ones(count, np.int64)
         if self.several:
             self.held = [self.read(file) for file in range(count)]
-            counts = np.array([1 if why else len(content) for content, why in self.held])
+            counts = np.array([1 if why else len(samples) for samples, why in self.held])
         self.file_N = np.repeat(np.arange(count), counts)
         self.row_N = np.arange(len(self.file_N)) - np.repeat(counts.cumsum() - counts, counts)
 
@@ -89,28 +89,22 @@ class InputFiles:
     def path(self, index: int) -> Path:
         return self.base / self.name(self.file_N[index])
 
-    def read(self, file: int) -> tuple[Arrays, str]:
+    def read(self, file: int) -> tuple[Any, str]:
         """The samples of a file, and the reason if it cannot be read."""
         try:
-            content: Any = self.reader.read(self.base / self.name(file))
-            several = isinstance(content, Arrays)
-            if several and not len(content):
-                raise ValueError("it contains no samples")
-            if several and self.several is False:
-                raise ValueError(f"it contains {len(content)} samples, but the first file has only one")
+            samples = samples_of(self.reader.read(self.base / self.name(file)))
+            if len(samples) > 1 and not self.several:
+                raise ValueError(f"it contains {len(samples)} samples, but the first file has only one")
+            return samples, ""
         except Exception as e:  # Pillow raises nearly anything for a broken file
             self.bug = e if isinstance(e, BUGS) and is_user_code_error(e) else self.bug
-            return Arrays(input=np.empty(0)), read_error_text(e)
-        self.several = several if self.several is None else self.several
-        return content if several else Arrays(**{name: np.asarray(v)[None] for name, v in content.items()}), ""
+            return [], read_error_text(e)
 
     def sample(self, index: int) -> tuple[Row, str]:
         file = self.file_N[index]
-        content, problem = self.held[file] if self.held else self.read(file)
-        if problem:
-            return self.example, problem
-        sample = sample_of(content, self.row_N[index])
-        problem = odd_shape(sample, self.shapes)
+        samples, problem = self.held[file] if self.held else self.read(file)
+        sample = self.example if problem else samples[self.row_N[index]]
+        problem = problem or odd_shape(sample, self.example)
         return self.example if problem else sample, problem
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
@@ -118,15 +112,24 @@ class InputFiles:
         columns = {name: np.stack([sample[name] for sample in samples]) for name in self.example}
         return {n: v.tolist() if v.dtype.kind == "U" else v for n, v in columns.items()} | {"problem": list(problems)}
 
+    def mask(self, index: int, mask_HW: NDArray[np.integer]) -> Image:
+        """A predicted mask of a file, in the size of the file."""
+        frame = getattr(self.reader, "frame", Frame(len(mask_HW)))
+        return frame.mask(mask_HW, self.reader.mask_size(self.path(index)))
+
     def facts(self, index: int) -> Row:
         """The first columns of a table: the path of the file, the row in it, and the target, if there are any."""
         file = self.file_N[index]
-        row = {"row": int(self.row_N[index])} if self.several else {}
+        facts: Row = {"path": self.name(file)} | ({"row": int(self.row_N[index])} if self.several else {})
         if not len(self.target_N):
-            return {"path": self.name(file), **row}
+            return facts
         cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
         target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
-        return {"path": self.name(file), **row, **target}
+        return facts | target
+
+
+# of a name, which a target may have in any of these
+FORMS: tuple[Callable[[str], str], ...] = (str, fold_name, lambda name: fold_name(name).lower())
 
 
 def target_check(metadata: Mapping[str, Any]) -> Check:
@@ -137,14 +140,15 @@ def target_check(metadata: Mapping[str, Any]) -> Check:
     names = [*map(str, metadata.get("classes") or metadata.get("labels") or ())]
     is_number = len(metadata.get("targets") or ()) == 1
     spelling = dict.fromkeys(MISSING if names or is_number else (), "")
-    spelling |= {fold_name(name).lower(): name for name in names} | {fold_name(name): name for name in names}
-    spelling |= {name: name for name in names}
+    for form in reversed(FORMS):
+        spelling |= {form(name): name for name in names}
 
     @cache
     def normalised(cell: str) -> str:
         parts = [*filter(None, SEPARATORS.split(cell))] if metadata.get("labels") else [cell]
-        forms = [(part, fold_name(part), fold_name(part).lower()) for part in parts]
-        return "|".join(next((spelling[key] for key in keys if key in spelling), keys[0]) for keys in forms)
+        return "|".join(
+            next((spelling[form(part)] for form in FORMS if form(part) in spelling), part) for part in parts
+        )
 
     def check(row: dict[str, str]) -> str | None:
         if "target" in row:
@@ -159,13 +163,9 @@ def target_check(metadata: Mapping[str, Any]) -> Check:
 def input_files(source: str, data: Component, metadata: Mapping[str, Any], hint: str, key: str = "input") -> InputFiles:
     """The files that `source` names, read by the class of a run's `data`. Raises UserError: it cannot read files, or there are none."""
     reader: Any = target_of(data.target, "data")
-    if not hasattr(reader, "for_files"):
+    if getattr(reader, "read", DataSet.read) is DataSet.read:
         raise UserError(
-            f"{key}={source} needs a data set that can read files, but data={data.title} has its own dataloaders. To continue, {hint}{', or input=predict' * (key == 'input')}."
-        )
-    if reader.read is DataSet.read:
-        raise UserError(
-            f"{key}={source}: data={data.title} cannot read files. Add a method read(path) to its class (docs/predict-export.md), or {hint}."
+            f"{key}={source}: data={data.title} cannot read files. Make it a DataSet with a method read(path) (docs/predict-export.md), or {hint}."
         )
     files = find_inputs(source, reader.endings, reader.unit, target_check(metadata), key)
     return InputFiles(reader.for_files(metadata), files)
@@ -175,13 +175,10 @@ class Inputs(DataSet):
     """Files as the data of a prediction. The network gets the arguments from the checkpoint."""
 
     def __init__(self, files: InputFiles, network: Mapping[str, Any]) -> None:
-        self.reader, self.unit = files.reader, files.reader.unit  # type: ignore[misc]
-        self.metadata, self.network = self.reader.metadata, network
+        self.reader, self.unit, self.metadata = files.reader, files.reader.unit, files.reader.metadata  # type: ignore[misc]
         self.train = self.val = self.test = files
         self.preprocess, self.show = self.reader.preprocess, self.reader.show  # type: ignore[method-assign]
-
-    def model_kwargs(self) -> dict[str, Any]:
-        return dict(self.network)
+        self.model_kwargs = lambda: dict(network)  # type: ignore[method-assign]
 
 
 # --- Tables as files. Rows are streamed, so memory does not grow ---
@@ -191,90 +188,74 @@ CHUNK = 10_000  # rows of a Parquet row group
 
 def write_table(path: Path, ending: str, example: Row, rows: Iterator[Row]) -> None:
     """Writes `rows` to `path` in the format of `ending`, with the columns of `example`; missing values are empty."""
-    WRITERS[ending](path, example, ({name: row.get(name) for name in example} for row in rows))
-
-
-def write_json(
-    path: Path, _: Row, rows: Iterator[Row], first: str = "[\n", between: str = ",\n", last: str = "\n]\n"
-) -> None:
-    """A list of objects, one per line; or JSON lines, if `first`, `between` and `last` do not make a list."""
-    with path.open("w", encoding="utf-8") as file:
-        for number, row in enumerate(rows):
-            file.write((between if number else first) + to_json(row, indent=None))
-        file.write(last)
+    filled = ({name: row.get(name) for name in example} for row in rows)
+    if ending == ".parquet":
+        write_parquet(path, example, filled)
+    elif ending == ".csv":
+        write_csv(path, example, filled)
+    else:
+        first, between, last = ("[\n", ",\n", "\n]\n") if ending == ".json" else ("", "\n", "\n")
+        with path.open("w", encoding="utf-8") as file:
+            for number, row in enumerate(filled):
+                file.write((between if number else first) + to_json(row, indent=None))
+            file.write(last)
 
 
 def write_parquet(path: Path, example: Row, rows: Iterator[Row]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    readable = ({name: as_utf8(value) for name, value in row.items()} for row in rows)
+    readable = map(plain_values, rows)
     chunks = iter(lambda: list(itertools.islice(readable, CHUNK)), [])
     first = next(chunks)
+    # a column that has only empty lists, or no values, gets the type of texts
+    known = {name: [""] if value == [] else "" if value is None else value for name, value in example.items()}
     try:
-        schema = pa.schema([(name, kind(pa, [row[name] for row in (example, *first)])) for name in example])
+        schema = pa.schema([(n, pa.infer_type([value, *(row[n] for row in first)])) for n, value in known.items()])
         with pq.ParquetWriter(path, schema) as writer:
-            for rows_of_chunk in itertools.chain([first], chunks):
-                writer.write_table(pa.Table.from_pylist(rows_of_chunk, schema))
+            for chunk in itertools.chain([first], chunks):
+                writer.write_table(pa.Table.from_pylist(chunk, schema))
     except (pa.ArrowInvalid, pa.ArrowTypeError) as e:
         raise UserError(
             f"a Parquet column has values of one type, but these predictions do not ({inline(e)}). Set output= to a .jsonl file, or return values of one type."
         ) from None
 
 
-def as_utf8(value: Any) -> Any:
-    """Replaces bytes of text that is not UTF-8, such as a file's name, because Parquet requires UTF-8."""
-    return value.encode(errors="surrogateescape").decode(errors="replace") if isinstance(value, str) else value
-
-
-def kind(pa: Any, values: list[Any]) -> Any:
-    """The Arrow type of a column; text if it has only empty lists or no values."""
-    present = [as_utf8(value) for value in values if value is not None and value != []]
-    return pa.infer_type(present or [[""] if [] in values else ""])
-
-
-WRITERS: Mapping[str, Callable[[Path, Row, Iterator[Row]], None]] = {
-    ".csv": write_csv,
-    ".json": write_json,
-    ".jsonl": partial(write_json, first="", between="\n", last="\n"),
-    ".parquet": write_parquet,
-}
-
-
 # --- Columns of a table, from what a task or a module predicts ---
 
 
-def predicted_columns(module: pl.LightningModule, top_k: int) -> tuple[Callable[[Any], Row], Sequence[str]]:
-    """A function from the result of a prediction to columns of a table, and the names of values in wide columns."""
-    if top_k > 1 and not hook(module, "top"):
-        raise UserError(f"top_k={top_k} has no effect: {type(module).__name__} does not rank classes. Remove it.")
+def predicted_columns(module: pl.LightningModule, request: Request) -> Callable[[Any], Row]:
+    """A function from the result of a prediction to columns of a table."""
+    if request.top_k > 1 and not hook(module, "top"):
+        raise UserError(
+            f"top_k={request.top_k} has no effect: {type(module).__name__} does not rank classes. Remove it."
+        )
     if isinstance(module, Task):
-        return partial(columns_of_task, module, top_k), module.value_names
+        return partial(columns_of_task, module, request)
     if not any(is_overridden(hook, module) for hook in ("predict_step", "forward")):
         raise UserError(
             f"{type(module).__name__} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
         )
-    return columns_of_module, ()
+    return columns_of_module
 
 
-def columns_of_task(task: Task, top_k: int, output: tuple[Any, Any]) -> Row:
+def columns_of_task(task: Task, request: Request, output: tuple[Any, Any]) -> Row:
     """The task's predictions; targets and loss too, if the batch has targets."""
     network_output, batch = output
-    has_targets = "target" in batch
-    columns = (task.targets(batch) if has_targets else {}) | validated_columns(task.predictions(network_output))
-    if top_k > 1:
-        columns |= task.top(network_output, top_k)  # type: ignore[operator]
-    if has_targets:
-        with suppress(WholeBatchNeeded):  # alone, a sample has no loss
-            columns.setdefault("loss", task.loss(network_output, batch))
+    predictions, names = validated_columns(task.predictions(network_output)), task.value_names
+    if names and isinstance(wide := predictions.get("probabilities"), Tensor) and wide.dim() == 2:
+        del predictions["probabilities"]
+        if request.probabilities:
+            predictions |= {f"probability/{name}": x for name, x in zip(names, wide.unbind(1), strict=False)}
+    if request.top_k > 1:
+        predictions |= task.top(network_output, request.top_k)  # type: ignore[operator]
+    if "target" not in batch:
+        return predictions
+    columns = task.targets(batch) | predictions
+    with suppress(WholeBatchNeeded):  # alone, a sample has no loss
+        columns.setdefault("loss", task.loss(network_output, batch))
     return columns
 
 
 def columns_of_module(output: Any) -> Row:
-    if isinstance(output, Mapping):
-        return validated_columns(output, targets=True)
-    if isinstance(output, Tensor | list | tuple):
-        return {"output": output}
-    raise UserError(
-        f"predict_step returned {type(output).__name__}. Return a tensor or a list with a value per sample, or a dict of these by column."
-    )
+    return validated_columns(output, targets=True) if isinstance(output, Mapping) else {"output": output}
