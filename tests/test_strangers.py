@@ -108,7 +108,7 @@ def test_a_strangers_run_runs_no_code(key, way, evil, monkeypatch):
         "export": lambda: export(Path("moved.ckpt"), Path("out")),
         "load_model": lambda: lockstep.load_model("moved.ckpt"),
     }
-    built = {"model": [*uses], "task": [*uses][:5], "data": [*uses][:5]}  # the others are made by a training alone
+    built = {"model": [*uses], "task": [*uses], "data": [*uses][:5]}  # the others are made by a training alone
     refused = built.get(key, ["resume"])
     for name, use in uses.items():
         with pytest.raises(UserError, match=r"is not allowed|cannot be changed") if name in refused else nullcontext():
