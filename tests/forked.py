@@ -135,8 +135,8 @@ def preload() -> None:
     import lockstep.build
     import lockstep.extras.comparison
     import lockstep.extras.page
-    import lockstep.extras.sweeps
     import lockstep.launch.start
+    import lockstep.launch.sweeps
     import lockstep.training.oom  # noqa: F401
 
     importlib.import_module("timm")

@@ -36,11 +36,10 @@ from lockstep.errors import UserError
 from lockstep.extras.export import export
 from lockstep.extras.runs_page import runs_page
 from lockstep.extras.study import write_plots
-from lockstep.extras.sweeps import print_table
 from lockstep.kit import cache as cache_module
 from lockstep.kit import images
 from lockstep.kit.pixels import Frame
-from lockstep.launch import resuming
+from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files, process
 from lockstep.machine.files import write_json
@@ -179,7 +178,7 @@ def test_names_reach_the_terminal_as_text(name, capsys, monkeypatch):
     monkeypatch.setattr(console.out, "width", 200)
     console.print_line(name)
     console.metrics_table({"report": name, name: ""})
-    print_table([{"run": name, "test/acc": 0.5}], [], Path("sweep.csv"))
+    sweeps.print_table([{"run": name, "test/acc": 0.5}], [], Path("sweep.csv"))
 
     assert exit_code(Mock(side_effect=UserError(f"model.name={name} is unknown"))) == 2
     out, err = capsys.readouterr()

@@ -40,7 +40,7 @@ class SweepTable(Callback):
     """
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        from lockstep.extras import sweeps
+        from lockstep.launch import sweeps
 
         sweeps.write_table(Path(config.hydra.sweep.dir))
 
@@ -62,8 +62,7 @@ class SlotsLauncher(Launcher):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Raises UserError if there are too few GPUs, KeyboardInterrupt if the system or Ctrl-C ends the launcher."""
         from lockstep.config.draft import Draft
-        from lockstep.extras import sweeps
-        from lockstep.launch.sweeps import job_draft
+        from lockstep.launch import sweeps
         from lockstep.machine import process
 
         slots = sweeps.environments(Draft(self.config), self.jobs)
@@ -71,7 +70,7 @@ class SlotsLauncher(Launcher):
         for number, overrides in enumerate(job_overrides, initial_job_idx):
             config = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
             task_config = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
-            draft = job_draft(Draft(task_config), config.hydra.sweep.dir, number)
+            draft = sweeps.job_draft(Draft(task_config), config.hydra.sweep.dir, number)
             jobs.append((number, draft, list(filter_overrides(overrides))))
         pending = iter(jobs)
 

@@ -10,8 +10,7 @@ import pytest
 from lockstep.config.compose import compose_config, compose_each, expand_sweep
 from lockstep.config.draft import Draft
 from lockstep.errors import UserError
-from lockstep.extras import sweeps
-from lockstep.launch.sweeps import numbering_problems, record_failure
+from lockstep.launch import sweeps
 from lockstep.machine import world
 from lockstep.run import RunFolder
 
@@ -21,7 +20,7 @@ def draft(*overrides: str) -> Draft:
 
 
 def record(folder: Path, *overrides: str) -> dict[str, str]:
-    record_failure(RunFolder(folder), ["run=sweep/0", "resume=auto", *overrides])
+    sweeps.record_failure(RunFolder(folder), ["run=sweep/0", "resume=auto", *overrides])
     return {"run": folder.name, **json.loads((folder / "report.json").read_text())}
 
 
@@ -68,16 +67,16 @@ def begin(folder: Path, *jobs: str) -> None:
 
 @pytest.mark.parametrize(("overrides", "problem"), GRIDS)
 def test_a_grid_with_other_values_does_not_continue_the_jobs_of_these_numbers(overrides, problem, tmp_path):
-    assert not list(numbering_problems(tmp_path, ["seed=7,8"]))  # no job has begun
+    assert not list(sweeps.numbering_problems(tmp_path, ["seed=7,8"]))  # no job has begun
     begin(tmp_path, *(f"seed={seed} loader.fold={fold}" for seed in (0, 1) for fold in (0, 1)))
-    problems = list(numbering_problems(tmp_path, overrides))
+    problems = list(sweeps.numbering_problems(tmp_path, overrides))
     assert [problem in each for each in problems] == [True] * bool(problem)
 
 
 def test_a_job_of_an_earlier_sweep_than_the_last_is_not_continued_with_other_values(tmp_path):
     begin(tmp_path, "model.dropout_fc=0.1", "model.dropout_fc=0.5")
-    assert not list(numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.5,0.9"]))
-    (problem,) = numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.9"])
+    assert not list(sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.5,0.9"]))
+    (problem,) = sweeps.numbering_problems(tmp_path, ["model.dropout_fc=0.1,0.9"])
     assert "job 1 of this sweep ran with model.dropout_fc=0.5, but would now run with model.dropout_fc=0.9" in problem
 
 

@@ -17,7 +17,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from rich.console import Console
 
 import lockstep
-from lockstep.extras import sweeps
+from lockstep.launch import sweeps
 from lockstep.machine import process
 from lockstep.reporting import console
 from lockstep.reporting.console import ProgressLine

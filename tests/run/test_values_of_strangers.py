@@ -19,7 +19,6 @@ from lockstep.config.compose import compose_config
 from lockstep.config.draft import Draft, as_yaml
 from lockstep.errors import UserError
 from lockstep.extras import comparison
-from lockstep.extras.sweeps import write_table
 from lockstep.launch import resuming, sweeps
 from lockstep.launch.exits import exit_code
 from lockstep.machine import files
@@ -81,7 +80,7 @@ def finished(folder: RunFolder) -> Any:
 
 def table_of_sweep() -> None:
     shutil.copytree("runs/a", "runs/sweep/0")
-    write_table(Path("runs/sweep"))
+    sweeps.write_table(Path("runs/sweep"))
 
 
 def read_everywhere(monkeypatch) -> None:

@@ -21,7 +21,7 @@ from lockstep.config import checks, compose, project
 from lockstep.config.draft import Draft, value_errors
 from lockstep.config.schema import RECIPES
 from lockstep.errors import RunFailed, SaveFailed, UserError, chain, raise_problems
-from lockstep.launch import local, sweeps
+from lockstep.launch import local
 from lockstep.launch.exits import INTERRUPTED, after_output, exit_code
 from lockstep.launch.local import Job
 from lockstep.launch.start import FIRST, start
@@ -120,6 +120,8 @@ def command(job: Job, argv: list[str]) -> dict[str, Any] | None:
         first = Draft(compose.compose_config(job.name, [*search_path, *chosen], with_hydra=True))
         raise_problems(filter(None, value_errors(first, FIRST).values()))
         if first.tree.hydra.runtime.choices["hydra/sweeper"] == "basic":  # a study numbers its own trials
+            from lockstep.launch import sweeps
+
             raise_problems(sweeps.numbering_problems(first.folder.path, overrides))
     # A launcher may pickle the task for a different process, so it must not refer to objects of this one.
     outcome: list[tuple[int, dict[str, Any] | None]] = []
@@ -174,6 +176,8 @@ def one_job(job: Job, outcome: list[tuple[int, Any]], cfg: DictConfig) -> dict[s
     multirun = hydra_cfg.mode == RunMode.MULTIRUN
     draft, result = Draft(cfg), list[dict[str, Any]]()
     if multirun:
+        from lockstep.launch import sweeps  # imports rich; an invalid command need not wait for that
+
         draft = sweeps.job_draft(draft, hydra_cfg.sweep.dir, hydra_cfg.job.num)
     code = exit_code(lambda: result.append(start(job, draft, overrides)), rank_of())
     if not multirun:
@@ -202,6 +206,8 @@ def call(name: str, overrides: list[str]) -> Any:
 def sweep(overrides: list[str]) -> list[dict[str, Any]]:
     """Runs `python train.py -m <overrides>` in this process and restores its state. Returns the rows of the table."""
     raise_problems(launcher_problems(os.environ))
+    from lockstep.launch import sweeps
+
     raise_problems(f"{o}: sweep accepts only key=value, no options." for o in overrides if o.startswith("-"))
     with process.restore_process_state(), process.logging_restored(), compose.hydra_state_restored():
         job = local.load(local.script("train"))
