@@ -115,7 +115,6 @@ def test_the_samples_of_a_report_name_their_files(predict):
     ]
     samples = [sample for gallery in galleries for sample in gallery]
     assert samples
-    assert samples
     assert all(files[sample.facts["file"]]["target"] == sample.facts["target"] for sample in samples)
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import math
 import re
 from collections.abc import Iterator
@@ -246,18 +245,6 @@ def test_large_pictures_and_curves_are_small_in_the_file_and_on_the_page(tmp_pat
     assert facts["noise"].image_CHW.shape == (3, SIDE, 90)
     assert 100 < len(facts["curve"].series["a"]) <= SMALL
     assert max(y for _, y in facts["curve"].series["a"]) == noise_CHW[0].max()
-
-
-def test_a_file_of_an_earlier_version_is_read(tmp_path):
-    """As Lockstep wrote it before there were pictures."""
-    path = tmp_path / "panels.json"
-    lines = {"__panel__": "Lines", "title": "Calibration", "x": "p", "y": "q", "series": {"a": [[0, 0.5], [1.0, 1]]}, "note": ""}  # fmt: skip
-    sample = {"__panel__": "Sample", "index": 3, "facts": {"target": "cat", "loss": 0.5}, "image_CHW": None}
-    path.write_text(
-        json.dumps([lines, {"__panel__": "Gallery", "title": "Random samples", "samples": [sample], "note": ""}])
-    )
-    found = read_panels(path)
-    assert found[0].series == {"a": [[0, 0.5], [1.0, 1]]} and found[1].samples[0].facts["target"] == "cat"
 
 
 WIDTHS = """

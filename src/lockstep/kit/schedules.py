@@ -40,11 +40,10 @@ def constant(optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 
 
 def cosine(optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0) -> LambdaLR:
     """Loshchilov and Hutter, "SGDR" (2017), without restarts."""
-
-    def shape(t: float) -> float:
-        return final_fraction + (1 - final_fraction) * (1 + math.cos(math.pi * t)) / 2
-
-    return with_warmup(optimizer, total_steps, warmup_steps, shape)
+    low = final_fraction
+    return with_warmup(
+        optimizer, total_steps, warmup_steps, lambda t: low + (1 - low) * (1 + math.cos(math.pi * t)) / 2
+    )
 
 
 def linear(optimizer: Optimizer, total_steps: float, *, warmup_steps: float = 0, final_fraction: float = 0) -> LambdaLR:
@@ -74,8 +73,4 @@ def step(
     gamma: float = 0.1,
 ) -> LambdaLR:
     """Multiplies the rate by `gamma` at each milestone, a fraction of the run."""
-
-    def shape(t: float) -> float:
-        return float(gamma ** sum(t >= m for m in milestones))
-
-    return with_warmup(optimizer, total_steps, warmup_steps, shape)
+    return with_warmup(optimizer, total_steps, warmup_steps, lambda t: float(gamma ** sum(t >= m for m in milestones)))

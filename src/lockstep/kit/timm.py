@@ -35,7 +35,7 @@ def from_timm(
     if pretrained and not path and config and config.hf_hub_id:
         path = offline_weights(name, config.hf_hub_id)
     try:
-        net: nn.Module = timm.create_model(
+        return timm.create_model(  # type: ignore[no-any-return]
             name,
             pretrained=pretrained,
             **({"pretrained_cfg_overlay": {"file": path}} if pretrained and path else {"checkpoint_path": path}),
@@ -54,7 +54,6 @@ def from_timm(
             f"{setting}: the weights could not be loaded ({reason}). Pass a different model.checkpoint_path=<file>, with "
             "model.pretrained=true if its classes differ, or set model.pretrained=false to start from random weights."
         ) from e
-    return net
 
 
 def offline_weights(name: str, repository: str) -> str:
