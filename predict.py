@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 def predict(config: launch.Settings, data: "DataSet | None") -> None:
     """The part of one process. `config.request` holds the options of predict.py; the rest is the run's config, as for eval.py."""
-    from lockstep import build
     from lockstep.extras import prediction
 
     datamodule = prediction.datamodule(config, data)  # of a part of the data, or of the files
     found = prediction.predict(config, module(config, datamodule), datamodule)
     if found is not None:  # rank 0
-        prediction.show_predictions(config, build.evaluation_info(config), found)
+        prediction.show_predictions(config, found)
 
 
 JOB = launch.Job("predict", predict, data, request=with_request)

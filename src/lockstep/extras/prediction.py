@@ -331,11 +331,11 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
         return parts
 
 
-def show_predictions(settings: Settings, metadata: Mapping[str, Any], parts: PredictionParts) -> None:
+def show_predictions(settings: Settings, parts: PredictionParts) -> None:
     """Prints the path of the table, and writes predict.json."""
     request, path, broken = settings.request, settings.evaluation_file("predict"), parts.broken
     assert request and request.output
-    output = Path(request.output)
+    output, metadata = Path(request.output), build.evaluation_info(settings)
     rows = f"done: {pluralize(parts.count, 'row')}" + (f", {pluralize(broken, 'broken file')}" if broken else "")
     print_line(f"{rows}; predictions by {metadata['checkpoint']}:")
     print_line(str(output), copied=True)
