@@ -92,7 +92,7 @@ def lines(name: str) -> int:
 @dataclass(frozen=True)
 class Run:
     report: dict
-    weights: dict
+    state_dict: dict
     rows: list[dict[str, float]]  # of metrics.csv, without speed and memory
 
 
