@@ -161,7 +161,7 @@ def write_page(
     if failed and metrics:
         report = {"train/steps": int(metrics[-1]["step"]), **report}
     limits = [name for name in ("epochs", "steps") if (config.get(f"trainer.max_{name}") or 0) > 0] or ["epochs"]
-    values: dict[str, Any] = {
+    values = {
         "run": to_hydra(str(config.run)),
         "folder": shlex.quote(str(folder.path)) if is_in_runs_dir else config.run,
         "there": is_in_runs_dir,
@@ -230,20 +230,18 @@ class LivePage(TestPanels):
     def __init__(self, settings: Settings) -> None:
         super().__init__(compiled=settings.cfg.compile)
         self.folder, self.settings = settings.folder, settings
-        self.first_step, self.began_s, self.due_s, self.every_s = 0, 0.0, math.inf, self.EVERY_S
+        self.due_s, self.every_s = math.inf, self.EVERY_S
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.config = self.settings.as_built().cfg
         self.first_step, self.began_s = steps_done(trainer), time.monotonic()
         self.due_s = self.began_s + self.EVERY_S
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if completes_step(trainer):
             self.renew(trainer, pl_module)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
         if self.first_samples is None:
             found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
             # A LightningDataModule may have an attribute of this name.
@@ -251,13 +249,11 @@ class LivePage(TestPanels):
             self.first_samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:
-        note = "The first training batch, after augmentation" + (
-            ", of the first process." if self.first_samples else ""
-        )
+        note = "The first training batch, after augmentation, of the first process."
         first = [Gallery("What the network saw", self.first_samples, note)] if self.first_samples else []
         return [*self.contents, *first]
 
-    def renew(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def renew(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Writes the page if it is due."""
         if not trainer.is_global_zero or time.monotonic() < self.due_s:
             return
@@ -276,16 +272,14 @@ class LivePage(TestPanels):
 
     def progress(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The progress of the run, for the page."""
-        step, total, time_format = steps_done(trainer), total_steps(trainer), "%H:%M:%S"
-        saved = [(path.stat().st_mtime, path.name) for path in checkpoint_paths(self.folder.path)]
+        step, total = steps_done(trainer), total_steps(trainer)
+        saved = sorted((path.stat().st_mtime, path.name) for path in checkpoint_paths(self.folder.path))
         return {
             "step": step,
             "total": int(total) if math.isfinite(total) else None,
             "epoch": trainer.current_epoch + 1,
             "left": time_left(self.began_s, self.first_step, step, total),
-            "checkpoint": "".join(
-                f"{name}, {time.strftime(time_format, time.localtime(s))}" for s, name in sorted(saved)[-1:]
-            ),
+            "checkpoint": "".join(f"{name}, {time.strftime('%H:%M:%S', time.localtime(s))}" for s, name in saved[-1:]),
             "every_s": self.every_s,
             "written_s": time.time(),
         }
