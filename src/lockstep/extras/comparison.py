@@ -96,7 +96,7 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
 
 def rounding_verdict(a: Report, b: Report) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and the reason."""
-    ours, theirs = (dict(zip(*series(run).get(LOSS, ([], [])), strict=True)) for run in (a, b))
+    ours, theirs = (dict(zip(*run.curves.get(LOSS, ([], [])), strict=True)) for run in (a, b))
     gaps = {step: relative(x, theirs[step]) for step, x in ours.items() if step in theirs}
     purpose = "to distinguish rounding from a real difference"
     if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
@@ -191,8 +191,9 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
     ours, theirs = checkpoints(a), checkpoints(b)
     names = ({name: path.name if exact else "present" for name, path in paths.items()} for paths in (ours, theirs))
     weights = [*(first_different_digest(a, b) if exact else ()), *differences(*names)]
-    for name in (name for name in ours if name in theirs):
-        weights += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
+    for name in ours:
+        if name in theirs:
+            weights += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
     return {
         "config": list(differences(*configs)),
         "data": list(differences(*data)),
@@ -227,9 +228,8 @@ def sketch(tensor: "Tensor", dimensions: int = DIMENSIONS) -> Record:
 
     from lockstep.callbacks.weights import digest
 
-    tensor = tensor.detach()
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    whole = whole.to_dense().cpu()
+    whole = whole.detach().to_dense().cpu()
     numbers = (whole.abs() if whole.is_complex() else whole).double().nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
     sizes = enumerate(numbers.shape[:dimensions] if numbers.numel() else ())
     rows = [numbers.movedim(dim, 0).reshape(size, -1) for dim, size in sizes] or [numbers.reshape(1, -1)]
