@@ -110,20 +110,18 @@ def drawn_curves(
         pairs = [(label, name) for label, name in zip(labels(names), names, strict=True) if name in columns]
         lines = {label: columns[name] for label, name in pairs}
         validated = any(name.startswith("val") for _, name in pairs)
-        svg, values = "", list[tuple[str, str]]()
-        if all(len(points) == 1 for points in lines.values()):
-            values = [(label * (len(pairs) > 1), metric(name, columns[name][0][1])) for label, name in pairs]
-        else:
-            svg = chart(
-                title,
-                "step",
-                lines,
-                x_range=(0.0, max(1.0, last_step)),
-                highest=max(highest(module, name) for name in names),
-                percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
-                mark=("best checkpoint", float(best[1])) if best and validated else None,
-                second_x=(f"{unit} seen", batch) if batch else None,
-            )
+        are_numbers = all(len(points) == 1 for points in lines.values())
+        values = [(label * (len(pairs) > 1), metric(n, columns[n][0][1])) for label, n in pairs if are_numbers]
+        svg = chart(
+            title,
+            "step",
+            {} if are_numbers else lines,
+            x_range=(0.0, max(1.0, last_step)),
+            highest=max(highest(module, name) for name in names),
+            percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
+            mark=("best checkpoint", float(best[1])) if best and validated else None,
+            second_x=(f"{unit} seen", batch) if batch else None,
+        )
         if svg or values:
             keys = with_colours(lines) if svg and validated else []
             yield {"title": title, "unit": y_unit, "svg": svg, "keys": keys, "values": values}
@@ -211,7 +209,7 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     images = images[:SHOWN].detach().float().cpu()  # SYNC: once a run
     image_BCHW, classes = denormalised(images, metadata), metadata.get("classes") or ()
     index_B = index.tolist() if isinstance(index, Tensor) else [None] * SHOWN
-    facts: list[dict[str, Any]] = [{}] * SHOWN
+    facts = [dict[str, str]()] * SHOWN
     if isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point():
         facts = [{"target": str(classes[t] if 0 <= t < len(classes) else t)} for t in target[:SHOWN].tolist()]
     pictures = map(picture, images if image_BCHW is None else image_BCHW)
@@ -245,13 +243,14 @@ class LivePage(TestPanels):
         if self.first_samples is None:
             found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
             # A LightningDataModule may have an attribute of this name.
-            metadata: dict[str, Any] = found if isinstance(found, dict) else {}
+            metadata = found if isinstance(found, dict) else {}
             self.first_samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:
+        if not self.first_samples:
+            return self.contents
         note = "The first training batch, after augmentation, of the first process."
-        first = [Gallery("What the network saw", self.first_samples, note)] if self.first_samples else []
-        return [*self.contents, *first]
+        return [*self.contents, Gallery("What the network saw", self.first_samples, note)]
 
     def renew(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Writes the page if it is due."""

@@ -40,7 +40,7 @@ OPACITY = 0.55
 
 def thumbnail(image_CHW: Any) -> Image.Image:
     array = np.asarray(image_CHW)
-    image = Image.fromarray(array[0] if len(array) == 1 else np.ascontiguousarray(array.transpose(1, 2, 0)))
+    image = Image.fromarray(array[0] if len(array) == 1 else array.transpose(1, 2, 0))
     if max(image.size) > SIDE:
         image.thumbnail((SIDE, SIDE))
     return image
@@ -186,8 +186,7 @@ def classes_of(galleries: Sequence[Gallery]) -> list[str]:
 
 def mask_legend(panel: Gallery) -> list[tuple[str, str]]:
     """The classes of the masks that are drawn, with their colours."""
-    facts = (fact for sample in panel.samples for fact in sample.facts.values())
-    masks = [fact for fact in facts if isinstance(fact, Mask) and fact.names]
+    masks = [v for sample in panel.samples for v in sample.facts.values() if isinstance(v, Mask) and v.names]
     drawn = {k for mask in masks for k in np.unique(mask.classes_HW) if k not in (0, mask.ignored)}
     names = enumerate(masks[0].names if masks else ())
     return [(str(name), "rgb({:.0f} {:.0f} {:.0f})".format(*colour_of(k))) for k, name in names if k in drawn]

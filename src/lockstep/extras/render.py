@@ -138,8 +138,7 @@ FOLDER = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-ENVIRONMENT.filters |= {function.__name__: function for function in (percent, seconds, number, size, compact)}
-ENVIRONMENT.filters |= {
+ENVIRONMENT.filters |= {function.__name__: function for function in (percent, seconds, number, size, compact)} | {
     "shown": to_text,
     "metric": lambda value, name: metric(name, value),
     "logged": lambda value, name: percent(value) if is_fraction(name, value) else f"{value:,.6g}",
@@ -172,7 +171,6 @@ ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 def render(template: str, title: str, values: Mapping[str, Any]) -> str:
     css, js = (Markup((FOLDER / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
-    written = time.strftime("%Y-%m-%d %H:%M %Z")
     return ENVIRONMENT.get_template(template).render(
-        values, title=title, version=__version__, written=written, css=css, js=js
+        values, title=title, version=__version__, written=time.strftime("%Y-%m-%d %H:%M %Z"), css=css, js=js
     )
