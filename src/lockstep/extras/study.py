@@ -79,7 +79,7 @@ class StudySweeper(SweeperSteps):
         metrics = directions(objective, monitor, mode)
         self.objectives = list(metrics)
         self.pruner, first = pruner, self.objectives[0]
-        if self.pruner and (len(metrics) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
+        if pruner and (len(metrics) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation metric. Set hydra/sweeper/pruner=none."
             )
@@ -128,8 +128,8 @@ class StudySweeper(SweeperSteps):
             grid = self.grid(space)
             self.sampler = self.sampler(grid)
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
-        options = {"sampler": self.sampler, "directions": self.direction}
-        self.database, study = open_study(self.url, str(self.study_name), **options)
+        name = str(self.study_name)
+        self.database, study = open_study(self.url, name, sampler=self.sampler, directions=self.direction)
         if (found := study.user_attrs.get("objectives", self.objectives)) != self.objectives:
             raise UserError(
                 f"hydra.sweeper.objective={self.objectives}: the study optimises {found}. Set run=<new name>."
@@ -147,9 +147,9 @@ class StudySweeper(SweeperSteps):
         """The next trials to run in parallel: interrupted ones, else new ones; none if all are done."""
         trials = self.study.get_trials(deepcopy=False)
         running = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
-        if interrupted := [t.number for t in running if t.number not in self.unfinished]:
-            ids = [trial_id(self.database, self.study.study_name, number) for number in interrupted[: self.n_jobs]]
-            return [Trial(self.study, id) for id in ids]
+        if numbers := [t.number for t in running if t.number not in self.unfinished][: self.n_jobs]:
+            name = self.study.study_name
+            return [Trial(self.study, trial_id(self.database, name, number)) for number in numbers]
         new: list[Trial] = []
         for _ in range(min(self.n_jobs, self.n_trials - len(trials))):
             new.append(self.study.ask())
@@ -168,7 +168,7 @@ class StudySweeper(SweeperSteps):
     def record(self, trial: Trial, done: bool) -> None:
         """Reports to the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
         report = {"status": "failed"} | RunFolder(self.folder / str(trial.number)).report()
-        status: str = report["status"]
+        status = report["status"]
         values: list[Any] = [report.get(name) for name in self.objectives]
         if "train/steps" in report:
             trial.set_user_attr("steps", report["train/steps"])
