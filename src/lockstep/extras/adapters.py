@@ -61,9 +61,7 @@ class WrappedDataset(Images):
     def __init__(self, *, image_size: int = IMAGE_SIZE, **images: Any) -> None:
         super().__init__(image_size=image_size, **images)
 
-    @classmethod
-    def for_files(cls, metadata: Mapping[str, Any]) -> Any:
-        return Images.for_files(metadata)
+    for_files = Images.for_files  # type: ignore[assignment]  # only training samples tell whether there are others
 
     def open_part(self, part: str) -> Any:
         dataset = self.held[part]
@@ -152,7 +150,7 @@ def declared_names(classes: Any) -> list[str]:
 
 def numbers_as_names(numbers: Sequence[int] | NDArray[Any], samples: int) -> list[str]:
     """Names for 0 to the largest class number that occurs; empty if the numbers are not classes, such as prices or table keys."""
-    count = int(max(numbers)) + 1 if len(numbers) else 0
+    count = int(max(numbers, default=-1)) + 1
     return [*map(str, range(count))] if count <= max(samples, 2 * len(numbers)) else []
 
 
@@ -176,8 +174,9 @@ class TorchDataset(WrappedDataset):
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
         yield from super().problems(data)
-        sets = {f"evaluation_sets.{name}": node for name, node in (data.get("evaluation_sets") or {}).items()}
-        for part, node in {**{part: data.get(part) for part in PARTS}, **sets}.items():
+        nodes = {part: data.get(part) for part in PARTS}
+        nodes |= {f"evaluation_sets.{name}": node for name, node in (data.get("evaluation_sets") or {}).items()}
+        for part, node in nodes.items():
             if isinstance(node, Mapping):
                 yield from problems(node, f"data.{part}", given={})
             elif part != "val":
@@ -260,7 +259,7 @@ class Torchvision(WrappedDataset):
 def torchvision_names() -> list[str]:
     """The data sets of torchvision.datasets, read from its source, because importing it takes seconds."""
     spec: Any = importlib.util.find_spec("torchvision")
-    text = (Path(spec.origin).parent / "datasets" / "__init__.py").read_text(encoding="utf-8")
+    text = (Path(spec.origin).parent / "datasets/__init__.py").read_text(encoding="utf-8")
     return re.findall(r'"([A-Z]\w*)"', text.partition("__all__")[2])  # without the function that it also exports
 
 
@@ -304,7 +303,7 @@ class HuggingFace(WrappedDataset):
         super().__init__(**images)
         self.root, self.cache = Path(root).expanduser(), cache_folder(cache_dir)
         self.columns = {"input": input, "target": target}
-        self.fractions = {"test": test_fraction, **({} if folds else {"val": val_fraction})}
+        self.fractions = {"test": test_fraction} if folds else {"test": test_fraction, "val": val_fraction}
 
     @classmethod
     def problems(cls, data: Mapping[str, Any]) -> Iterable[str]:
@@ -358,7 +357,7 @@ class HuggingFace(WrappedDataset):
         if "targets" in self.names:
             return np.array(values, np.float32).reshape(len(values), 1)
         classes = self.names["classes"]
-        number = {name: index for index, name in enumerate(classes)} | {index: index for index in range(len(classes))}
+        number = {key: index for index, name in enumerate(classes) for key in (name, index)}
         for row, value in enumerate(values):
             if value not in number:
                 raise UserError(
@@ -382,10 +381,12 @@ class HuggingFace(WrappedDataset):
 
         table = self.tables[part]
         classes = getattr(table.features[self.columns["target"]], "names", None)
-        images = [column for column, feature in table.features.items() if isinstance(feature, Image)]
-        for column in images:
-            table = table.cast_column(column, Image(decode=False))
-        numbers = [column for column in table.column_names if column not in images]
+        numbers = list[str]()
+        for column, feature in table.features.items():
+            if isinstance(feature, Image):
+                table = table.cast_column(column, Image(decode=False))
+            else:
+                numbers.append(column)
         table = table.with_format("numpy", columns=numbers, output_all_columns=True)
         target_N = None if target_N is None else target_N[index_N]
         return Rows(table, self.columns, index_N, target_N, classes, self.decoding)

@@ -61,8 +61,12 @@ def series(run: Report) -> dict[str, Curve]:
 
 def rows(run: Report, left_out: Iterable[str]) -> Numbers:
     """The logged numbers by name and step, without the epoch and without `left_out`."""
-    curves = {name: each for name, each in series(run).items() if not name.startswith(("epoch", *left_out))}
-    return {(name, step): value for name, curve in curves.items() for step, value in zip(*curve, strict=True)}
+    return {
+        (name, step): value
+        for name, curve in series(run).items()
+        if not name.startswith(("epoch", *left_out))
+        for step, value in zip(*curve, strict=True)
+    }
 
 
 def apart(a: Mapping[Any, float], b: Mapping[Any, float]) -> float:
@@ -92,7 +96,7 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
 
 def rounding_verdict(a: Report, b: Report) -> tuple[bool, str]:
     """Whether the losses of two runs drift apart as rounding does, and the reason."""
-    ours, theirs = (dict(zip(*series(run).get(LOSS, ([], [])), strict=True)) for run in (a, b))
+    ours, theirs = (dict(zip(*run.curves.get(LOSS, ([], [])), strict=True)) for run in (a, b))
     gaps = {step: relative(x, theirs[step]) for step, x in ours.items() if step in theirs}
     purpose = "to distinguish rounding from a real difference"
     if any(str(run.settings.get("trainer.precision")) not in FULL_PRECISIONS for run in (a, b)):
@@ -123,7 +127,7 @@ def tensor_difference(x: Any, y: Any) -> float:
     return max(difference, 5e-324) if math.isfinite(difference) else math.inf  # -0.0 is not 0.0 bit by bit
 
 
-def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str, ...]) -> Iterator[str]:
+def state_differences(one: Path, other: Path, tolerance: float, parts: Iterable[str]) -> Iterator[str]:
     """Differences of two checkpoints in each of `parts`: the tensor that differs most, and other values."""
     from torch import Tensor
 
@@ -154,8 +158,10 @@ def state_differences(one: Path, other: Path, tolerance: float, parts: tuple[str
 
 def first_different_digest(a: Report, b: Report) -> Iterator[str]:
     """The first step, logical rank and tensors that differ; nothing if all are equal or a run has no digests (`exact.digests`)."""
-    logs = (run.run_folder.digests_log.rows() for run in (a, b))
-    ours, theirs = ({(row["step"], row["what"], row["name"]): row["digest"] for row in rows} for rows in logs)
+    ours, theirs = (
+        {(row["step"], row["what"], row["name"]): row["digest"] for row in run.run_folder.digests_log.rows()}
+        for run in (a, b)
+    )
     different = [key for key, digest in ours.items() if theirs.get(key, digest) != digest]
     for step, what, _ in different[:1]:
         names = [key[2] for key in different if key[:2] == (step, what)]
@@ -165,18 +171,19 @@ def first_different_digest(a: Report, b: Report) -> Iterator[str]:
 
 def checkpoints(run: Report) -> dict[str, Path]:
     """The last and the tested checkpoint, if they exist."""
-    files = {"last": "last.ckpt", "tested": Path(str(run.get("checkpoint"))).name}
-    paths = {name: run.run_folder.checkpoints / file for name, file in files.items()}
+    folder = run.run_folder.checkpoints
+    paths = {"last": folder / "last.ckpt", "tested": folder / Path(str(run.get("checkpoint"))).name}
     return {name: path for name, path in paths.items() if os.path.exists(path)}  # noqa: PTH110 - Path.exists raises for long names
 
 
 def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str, list[str]]:
     """Differences by section; `config` and `data` are informational."""
     allowed = 0.0 if exact else tolerance
-    parts: tuple[str, ...] = ("state_dict", "current_model_state")
-    parts += ("optimizer_states", "lr_schedulers", "callbacks") if exact else ()
-    batches_are_divided = all(run.settings.get("exact.logical_ranks") for run in (a, b))
-    parts += ("loops",) if exact and not batches_are_divided else ()  # `loops` counts the micro-batches of one process
+    parts = ["state_dict", "current_model_state"]
+    if exact:
+        parts += ["optimizer_states", "lr_schedulers", "callbacks"]
+        if not all(run.settings.get("exact.logical_ranks") for run in (a, b)):  # which divide batches
+            parts.append("loops")  # counts the micro-batches of one process
     configs = ({key: value for key, value in run.settings.items() if key not in PLACE} for run in (a, b))
     logged = [key for run in (a, b) for key in run if key in series(run)]
     values = [{key: run.get(key) for key in (*logged, "train/steps", "train/epochs")} for run in (a, b)]
@@ -184,8 +191,9 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
     ours, theirs = checkpoints(a), checkpoints(b)
     names = ({name: path.name if exact else "present" for name, path in paths.items()} for paths in (ours, theirs))
     weights = [*(first_different_digest(a, b) if exact else ()), *differences(*names)]
-    for name in (name for name in ours if name in theirs):
-        weights += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
+    for name in ours:
+        if name in theirs:
+            weights += [f"{name}: {line}" for line in state_differences(ours[name], theirs[name], allowed, parts)]
     return {
         "config": list(differences(*configs)),
         "data": list(differences(*data)),
@@ -216,14 +224,12 @@ def sketch(tensor: "Tensor", dimensions: int = DIMENSIONS) -> Record:
     Their squared differences estimate the squared norm of the difference (Johnson and Lindenstrauss, 1984), and sketches of parts can be
     joined to that of the whole. A collective call for shards.
     """
-    import torch
     from torch.distributed.tensor import DTensor
 
     from lockstep.callbacks.weights import digest
 
-    tensor = tensor.detach()
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    whole = (whole.to_dense() if whole.layout != torch.strided else whole).cpu()
+    whole = whole.detach().to_dense().cpu()
     numbers = (whole.abs() if whole.is_complex() else whole).double().nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
     sizes = enumerate(numbers.shape[:dimensions] if numbers.numel() else ())
     rows = [numbers.movedim(dim, 0).reshape(size, -1) for dim, size in sizes] or [numbers.reshape(1, -1)]

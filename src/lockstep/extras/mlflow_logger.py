@@ -98,9 +98,9 @@ class MLflow(MLFlowLogger):
         logged = client.get_run(run).data.params
         values = {re.sub(r"[^\w./ -]", "_", key): str(value)[:LONGEST] for key, value in flat(params).items()}
         super().log_hyperparams({key: value for key, value in values.items() if key not in logged})
-        for key in values.keys() & logged:
-            if values[key] != logged[key]:
-                client.set_tag(run, f"resumed.{key}", values[key])
+        for key, value in values.items():
+            if logged.get(key, value) != value:
+                client.set_tag(run, f"resumed.{key}", value)
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:

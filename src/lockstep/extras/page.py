@@ -110,20 +110,18 @@ def drawn_curves(
         pairs = [(label, name) for label, name in zip(labels(names), names, strict=True) if name in columns]
         lines = {label: columns[name] for label, name in pairs}
         validated = any(name.startswith("val") for _, name in pairs)
-        svg, values = "", list[tuple[str, str]]()
-        if all(len(points) == 1 for points in lines.values()):
-            values = [(label * (len(pairs) > 1), metric(name, columns[name][0][1])) for label, name in pairs]
-        else:
-            svg = chart(
-                title,
-                "step",
-                lines,
-                x_range=(0.0, max(1.0, last_step)),
-                highest=max(highest(module, name) for name in names),
-                percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
-                mark=("best checkpoint", float(best[1])) if best and validated else None,
-                second_x=(f"{unit} seen", batch) if batch else None,
-            )
+        are_numbers = all(len(points) == 1 for points in lines.values())
+        values = [(label * (len(pairs) > 1), metric(n, columns[n][0][1])) for label, n in pairs if are_numbers]
+        svg = chart(
+            title,
+            "step",
+            {} if are_numbers else lines,
+            x_range=(0.0, max(1.0, last_step)),
+            highest=max(highest(module, name) for name in names),
+            percent=all(is_fraction(name, *(y for _, y in columns[name])) for _, name in pairs),
+            mark=("best checkpoint", float(best[1])) if best and validated else None,
+            second_x=(f"{unit} seen", batch) if batch else None,
+        )
         if svg or values:
             keys = with_colours(lines) if svg and validated else []
             yield {"title": title, "unit": y_unit, "svg": svg, "keys": keys, "values": values}
@@ -161,7 +159,7 @@ def write_page(
     if failed and metrics:
         report = {"train/steps": int(metrics[-1]["step"]), **report}
     limits = [name for name in ("epochs", "steps") if (config.get(f"trainer.max_{name}") or 0) > 0] or ["epochs"]
-    values: dict[str, Any] = {
+    values = {
         "run": to_hydra(str(config.run)),
         "folder": shlex.quote(str(folder.path)) if is_in_runs_dir else config.run,
         "there": is_in_runs_dir,
@@ -211,7 +209,7 @@ def samples_of(batch: Any, metadata: dict[str, Any]) -> list[Sample]:
     images = images[:SHOWN].detach().float().cpu()  # SYNC: once a run
     image_BCHW, classes = denormalised(images, metadata), metadata.get("classes") or ()
     index_B = index.tolist() if isinstance(index, Tensor) else [None] * SHOWN
-    facts: list[dict[str, Any]] = [{}] * SHOWN
+    facts = [dict[str, str]()] * SHOWN
     if isinstance(target, Tensor) and target.dim() == 1 and not target.is_floating_point():
         facts = [{"target": str(classes[t] if 0 <= t < len(classes) else t)} for t in target[:SHOWN].tolist()]
     pictures = map(picture, images if image_BCHW is None else image_BCHW)
@@ -230,34 +228,31 @@ class LivePage(TestPanels):
     def __init__(self, settings: Settings) -> None:
         super().__init__(compiled=settings.cfg.compile)
         self.folder, self.settings = settings.folder, settings
-        self.first_step, self.began_s, self.due_s, self.every_s = 0, 0.0, math.inf, self.EVERY_S
+        self.due_s, self.every_s = math.inf, self.EVERY_S
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self.config = self.settings.as_built().cfg
         self.first_step, self.began_s = steps_done(trainer), time.monotonic()
         self.due_s = self.began_s + self.EVERY_S
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
         if completes_step(trainer):
             self.renew(trainer, pl_module)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, *_: Any) -> None:
         if self.first_samples is None:
             found = getattr(trainer.datamodule, "metadata", {})  # type: ignore[attr-defined]
             # A LightningDataModule may have an attribute of this name.
-            metadata: dict[str, Any] = found if isinstance(found, dict) else {}
+            metadata = found if isinstance(found, dict) else {}
             self.first_samples = samples_of(batch, metadata) if trainer.is_global_zero else []
 
     def report_panels(self) -> list[Content]:
-        note = "The first training batch, after augmentation" + (
-            ", of the first process." if self.first_samples else ""
-        )
-        first = [Gallery("What the network saw", self.first_samples, note)] if self.first_samples else []
-        return [*self.contents, *first]
+        if not self.first_samples:
+            return self.contents
+        note = "The first training batch, after augmentation, of the first process."
+        return [*self.contents, Gallery("What the network saw", self.first_samples, note)]
 
-    def renew(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def renew(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Writes the page if it is due."""
         if not trainer.is_global_zero or time.monotonic() < self.due_s:
             return
@@ -276,16 +271,14 @@ class LivePage(TestPanels):
 
     def progress(self, trainer: pl.Trainer) -> dict[str, Any]:
         """The progress of the run, for the page."""
-        step, total, time_format = steps_done(trainer), total_steps(trainer), "%H:%M:%S"
-        saved = [(path.stat().st_mtime, path.name) for path in checkpoint_paths(self.folder.path)]
+        step, total = steps_done(trainer), total_steps(trainer)
+        saved = sorted((path.stat().st_mtime, path.name) for path in checkpoint_paths(self.folder.path))
         return {
             "step": step,
             "total": int(total) if math.isfinite(total) else None,
             "epoch": trainer.current_epoch + 1,
             "left": time_left(self.began_s, self.first_step, step, total),
-            "checkpoint": "".join(
-                f"{name}, {time.strftime(time_format, time.localtime(s))}" for s, name in sorted(saved)[-1:]
-            ),
+            "checkpoint": "".join(f"{name}, {time.strftime('%H:%M:%S', time.localtime(s))}" for s, name in saved[-1:]),
             "every_s": self.every_s,
             "written_s": time.time(),
         }

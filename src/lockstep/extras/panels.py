@@ -40,19 +40,17 @@ OPACITY = 0.55
 
 def thumbnail(image_CHW: Any) -> Image.Image:
     array = np.asarray(image_CHW)
-    image = Image.fromarray(array[0] if len(array) == 1 else np.ascontiguousarray(array.transpose(1, 2, 0)))
+    image = Image.fromarray(array[0] if len(array) == 1 else array.transpose(1, 2, 0))
     if max(image.size) > SIDE:
         image.thumbnail((SIDE, SIDE))
     return image
 
 
-def overlay_mask(image_CHW: Any, classes_HW: Any, ignored: int | None = None) -> Image.Image:
+def overlay_mask(image_CHW: Any, mask: Mask) -> Image.Image:
     """The mask over a thumbnail of the image."""
-    image = np.asarray(thumbnail(image_CHW).convert("RGB"))
-    height, width = image.shape[:2]
-    classes = np.asarray(classes_HW)
-    rows, columns = (np.arange(n) * size // n for n, size in ((height, classes.shape[0]), (width, classes.shape[1])))
-    return blend(image, classes[rows[:, None], columns], ignored)
+    image, classes = np.asarray(thumbnail(image_CHW).convert("RGB")), np.asarray(mask.classes_HW)
+    rows, columns = (np.arange(n) * size // n for n, size in zip(image.shape, classes.shape, strict=False))
+    return blend(image, classes[np.ix_(rows, columns)], mask.ignored)
 
 
 def blend(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | None = None) -> Image.Image:
@@ -63,7 +61,7 @@ def blend(image_HW3: NDArray[np.uint8], classes: NDArray[Any], ignored: int | No
 
 
 def colour_of(classes: Any) -> NDArray[np.float32]:
-    return COLOURS[np.where(np.asarray(classes) > 0, (np.asarray(classes) - 1) % (len(COLOURS) - 1) + 1, 0)]
+    return COLOURS[np.where(classes > 0, (classes - 1) % (len(COLOURS) - 1) + 1, 0)]
 
 
 # --- What a sample of any data shows ---
@@ -79,7 +77,7 @@ def picture(value: Any) -> NDArray[np.uint8] | None:
     if image_CHW.dtype != np.uint8:
         image_CHW = image_CHW.astype(np.float32)
         image_CHW = (image_CHW - image_CHW.min()) / max(1e-12, np.ptp(image_CHW)) * 255
-    return image_CHW.round().clip(0, 255).astype(np.uint8)
+    return image_CHW.round().astype(np.uint8)
 
 
 def shown(dataset: DataSet, sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -188,30 +186,28 @@ def classes_of(galleries: Sequence[Gallery]) -> list[str]:
 
 def mask_legend(panel: Gallery) -> list[tuple[str, str]]:
     """The classes of the masks that are drawn, with their colours."""
-    facts = (fact for sample in panel.samples for fact in sample.facts.values())
-    masks = [fact for fact in facts if isinstance(fact, Mask) and fact.names]
-    present = {int(k) for mask in masks for k in np.unique(mask.classes_HW) if k != mask.ignored}
-    names = [(k, str(name)) for k, name in enumerate(masks[0].names if masks else ()) if k > 0 and k in present]
-    return [(name, "rgb({:.0f} {:.0f} {:.0f})".format(*colour_of(k))) for k, name in names]
+    masks = [v for sample in panel.samples for v in sample.facts.values() if isinstance(v, Mask) and v.names]
+    drawn = {k for mask in masks for k in np.unique(mask.classes_HW) if k not in (0, mask.ignored)}
+    names = enumerate(masks[0].names if masks else ())
+    return [(str(name), "rgb({:.0f} {:.0f} {:.0f})".format(*colour_of(k))) for k, name in names if k in drawn]
 
 
 def images(sample: Sample) -> list[tuple[str, str, bool]]:
     """The masks of a sample over its image, or the image itself, and its pictures: name, data URI, and whether it has few pixels."""
-    pictures, facts = list[tuple[str, Image.Image]](), sample.facts.items()
-    if sample.image_CHW is not None:
-        masks = [(name, v) for name, v in facts if isinstance(v, Mask)]
-        pictures = [(name, overlay_mask(sample.image_CHW, mask.classes_HW, mask.ignored)) for name, mask in masks]
-        pictures = pictures or [("sample", thumbnail(sample.image_CHW))]
-    pictures += [(name, thumbnail(v.image_CHW)) for name, v in facts if isinstance(v, Picture)]
+    image_CHW, facts = sample.image_CHW, sample.facts.items()
+    pictures = [(name, thumbnail(v.image_CHW)) for name, v in facts if isinstance(v, Picture)]
+    if image_CHW is not None:
+        masks = [(name, overlay_mask(image_CHW, v)) for name, v in facts if isinstance(v, Mask)]
+        pictures = (masks or [("sample", thumbnail(image_CHW))]) + pictures
     return [(name, data_uri(image), max(image.size) <= FEW) for name, image in pictures]
 
 
 def charts(sample: Sample) -> dict[str, Lines]:
     """A sample's curves, with as many points as a small chart shows."""
-    curves = {name: value for name, value in sample.facts.items() if isinstance(value, Lines)}
     return {
         name: replace(value, series={label: thin_out(points, SMALL) for label, points in value.series.items()})
-        for name, value in curves.items()
+        for name, value in sample.facts.items()
+        if isinstance(value, Lines)
     }
 
 
@@ -220,7 +216,7 @@ def tokens(sample: Sample) -> list[tuple[str, list[tuple[str, float, float]]]]:
     entries = [(name, value.pieces) for name, value in sample.facts.items() if isinstance(value, Tokens)]
     largest = max((abs(v) for _, pieces in entries for _, v in pieces if math.isfinite(v)), default=1.0) or 1.0
     return [
-        (name, [(text, min(1.0, abs(v) / largest) if math.isfinite(v) else 1.0, v) for text, v in pieces])
+        (name, [(text, min(1.0, abs(v) / largest), v) for text, v in pieces])  # 1 for infinity and NaN
         for name, pieces in entries
     ]
 
@@ -232,9 +228,11 @@ def sounds(sample: Sample) -> list[tuple[str, str, str]]:
 
 def waveform(wave_T: Any) -> str:
     """An SVG path with a line for each column, from its lowest to its highest value."""
-    columns = np.array_split(np.asarray(wave_T) / 32768, max(1, min(200, len(wave_T))))
-    ends = [(30 - 29 * column.max(initial=0), 30 - 29 * column.min(initial=0)) for column in columns]
-    return "".join(f"M{200 * x / len(columns):.4g} {high:.1f}V{low + 0.5:.1f}" for x, (high, low) in enumerate(ends))
+    columns = np.array_split(30 - 29 * (np.asarray(wave_T) / 32768), max(1, min(200, len(wave_T))))
+    return "".join(
+        f"M{200 * x / len(columns):.4g} {y.min(initial=30):.1f}V{y.max(initial=30) + 0.5:.1f}"
+        for x, y in enumerate(columns)
+    )
 
 
 def audio(sound: Sound) -> str:

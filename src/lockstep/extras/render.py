@@ -49,9 +49,11 @@ def chart(
     axis ends at `highest`, the largest possible value. `second_x`: a second unit of the x axis, and its number per x; the page
     switches between the two.
     """
-    parts = {name: groupby(thin_out(points, many), is_finite) for name, points in series.items()}
-    lines = {name: [list(part) for finite, part in groups if finite] for name, groups in parts.items()}
-    lines = {name: parts for name, parts in lines.items() if parts}  # pieces of a curve, between its gaps
+    lines = {
+        name: [list(piece) for finite, piece in groupby(thin_out(points, many), is_finite) if finite]
+        for name, points in series.items()
+    }
+    lines = {name: pieces for name, pieces in lines.items() if pieces}  # pieces of a curve, between its gaps
     scatter = [*filter(is_finite, scatter)]
     corners = [*chain.from_iterable(chain(*lines.values(), [scatter]))]
     corners += [corner for low, high, height in bars for corner in ((low, 0.0), (high, height))]
@@ -63,22 +65,22 @@ def chart(
     bottom = 0.0 if bars else bottom
     top = min(top, highest) if max(ys) <= highest else top
     axes = [("in-x", xlabel, 1.0), ("in-per", *second_x)] if second_x else [("", xlabel, 1.0)]
-    values: dict[str, Any] = {
-        "title": title,
-        "percent": percent,
-        "at_x": lambda x: LEFT + (x - left) / (right - left) * (RIGHT - LEFT),
-        "at_y": lambda y: BOTTOM - (y - bottom) / (top - bottom) * (BOTTOM - TOP),
-        "xlabel": xlabel,
-        "second_x": second_x,
-        "y_ticks": ticks(bottom, top),
-        "x_axes": [(css, label, per, ticks(left * per, right * per)) for css, label, per in axes],
-        "diagonal": (max(left, bottom), min(right, top)) if diagonal else None,
-        "mark": mark if mark and left <= mark[1] <= right else None,
-        "bars": bars,
-        "dots": scatter,
-        "curves": [(name, (colours or dict(with_colours(lines)))[name], parts) for name, parts in lines.items()],
-    }
-    return Markup(ENVIRONMENT.get_template("chart.svg.j2").render(values))
+    svg = ENVIRONMENT.get_template("chart.svg.j2").render(
+        title=title,
+        percent=percent,
+        at_x=lambda x: LEFT + (x - left) / (right - left) * (RIGHT - LEFT),
+        at_y=lambda y: BOTTOM - (y - bottom) / (top - bottom) * (BOTTOM - TOP),
+        xlabel=xlabel,
+        second_x=second_x,
+        y_ticks=ticks(bottom, top),
+        x_axes=[(css, label, per, ticks(left * per, right * per)) for css, label, per in axes],
+        diagonal=(max(left, bottom), min(right, top)) if diagonal else None,
+        mark=mark if mark and left <= mark[1] <= right else None,
+        bars=bars,
+        dots=scatter,
+        curves=[(name, (colours or dict(with_colours(lines)))[name], pieces) for name, pieces in lines.items()],
+    )
+    return Markup(svg)
 
 
 def with_colours(names: Collection[str], one: str = "c0") -> list[tuple[str, str]]:
@@ -136,8 +138,7 @@ FOLDER = Path(__file__).parent / "templates"
 ENVIRONMENT = Environment(
     loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-ENVIRONMENT.filters |= {function.__name__: function for function in (percent, seconds, number, size, compact)}
-ENVIRONMENT.filters |= {
+ENVIRONMENT.filters |= {function.__name__: function for function in (percent, seconds, number, size, compact)} | {
     "shown": to_text,
     "metric": lambda value, name: metric(name, value),
     "logged": lambda value, name: percent(value) if is_fraction(name, value) else f"{value:,.6g}",
@@ -170,5 +171,6 @@ ENVIRONMENT.tests["share"] = lambda value: hasattr(value, "interval")
 
 def render(template: str, title: str, values: Mapping[str, Any]) -> str:
     css, js = (Markup((FOLDER / name).read_text(encoding="utf-8")) for name in ("page.css", "page.js"))
-    page = {"title": title, "version": __version__, "written": time.strftime("%Y-%m-%d %H:%M %Z"), "css": css, "js": js}
-    return ENVIRONMENT.get_template(template).render({**values, **page})
+    return ENVIRONMENT.get_template(template).render(
+        values, title=title, version=__version__, written=time.strftime("%Y-%m-%d %H:%M %Z"), css=css, js=js
+    )

@@ -92,7 +92,7 @@ def repeats(runs: Sequence[Report], settings: Sequence[str], metrics: Sequence[s
     for key, group in groups.items():
         cells: list[Any] = [len(group)]
         for name in metrics:
-            values = [float(v) for run in group if isinstance(v := run.get(name), int | float)]
+            values = [v for run in group if isinstance(v := run.get(name), int | float)]
             cells.append((fmean(values), stdev(values) if len(values) > 1 else None) if values else None)
         rows.append((dict(zip(others, key, strict=True)), cells))
     return rows if any(len(group) > 1 for group in groups.values()) else []
@@ -116,10 +116,12 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     ]
     columns = [(head, key, form, [run.get(key) for run in runs]) for head, key, form in measured]
     columns += [(head, key, to_text, [run.settings.get(key) for run in runs]) for key, head in heads.items()]
-    paths = (os.path.relpath(run.run_folder.page_file, out.parent).replace(os.sep, "/") for run in runs)
-    links = [quote(os.fsencode(path)) for path in paths]
+    links = [
+        quote(os.fsencode(os.path.relpath(run.run_folder.page_file, out.parent).replace(os.sep, "/"))) for run in runs
+    ]
     colours = {run["run"]: f"c{index % COLOURS}" for index, run in enumerate(runs)}
-    best = best_run(runs, monitors[0]) if monitors else None
+    monitor = next(iter(monitors), "")
+    best = best_run(runs, monitor)
     compared = {
         run["run"]: {
             "settings": {key: to_text(run.settings.get(key)) for key in settings},
@@ -130,7 +132,7 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     }
     return {
         "title": title,
-        "best": best and {"run": best["run"], "name": monitors[0], "value": metric(monitors[0], best[monitors[0]])},
+        "best": best and {"run": best["run"], "name": monitor, "value": metric(monitor, best[monitor])},
         "charts": list(curve_charts(runs, monitors, unit, colours)),
         "colours": colours,
         "unit": unit,

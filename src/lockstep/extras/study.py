@@ -17,11 +17,7 @@ from typing import Any
 
 import optuna
 from hydra.core.utils import JobStatus
-from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
-from optuna.distributions import BaseDistribution
-from optuna.exceptions import OptunaError
-from optuna.samplers import GridSampler
 from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
@@ -63,7 +59,7 @@ def open_study(url: str, name: str, **options: Any) -> tuple[RDBStorage, optuna.
             study = optuna.create_study(storage=storage, study_name=name, load_if_exists=True, **options)
             study.get_trials()
             return storage, study
-        except (SQLAlchemyError, OptunaError, ImportError, ValueError) as e:
+        except (SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, ValueError) as e:
             reason = str(e).partition("\n")[0]
         time.sleep(1)
     shown_url = re.sub(r"(//[^/@]*:)[^/@]*@", r"\1***@", url).partition("?")[0]
@@ -83,7 +79,7 @@ class StudySweeper(SweeperSteps):
         metrics = directions(objective, monitor, mode)
         self.objectives = list(metrics)
         self.pruner, first = pruner, self.objectives[0]
-        if self.pruner and (len(metrics) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
+        if pruner and (len(metrics) > 1 or first in COSTS or first.endswith("_per_s")):  # known only at the end
             raise UserError(
                 f"hydra/sweeper/pruner has no effect with hydra.sweeper.objective={objective}: trials are pruned by one validation metric. Set hydra/sweeper/pruner=none."
             )
@@ -93,8 +89,8 @@ class StudySweeper(SweeperSteps):
         sampler = instantiate(sampler, _execution_whitelist_=SAMPLERS)
         super().__init__(sampler=sampler, direction=list(metrics.values()), max_failure_rate=1.0, **options)
 
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
+    def setup(self, *, config: DictConfig, **others: Any) -> None:
+        super().setup(config=config, **others)
         self.folder = Path(str(config.hydra.sweep.dir))
         self.name = str(self.folder.relative_to(str(config.runs_dir)))
         self.url = self.storage or f"sqlite:///{self.folder.resolve() / 'study.db'}"
@@ -127,13 +123,13 @@ class StudySweeper(SweeperSteps):
                 if "Study.stop" not in str(e):  # the grid sampler raises it when the grid is exhausted
                     raise
 
-    def open(self, space: dict[str, BaseDistribution]) -> optuna.Study:
-        if getattr(self.sampler, "func", None) is GridSampler:  # it still lacks its grid
+    def open(self, space: dict[str, optuna.distributions.BaseDistribution]) -> optuna.Study:
+        if getattr(self.sampler, "func", None) is optuna.samplers.GridSampler:  # it still lacks its grid
             grid = self.grid(space)
             self.sampler = self.sampler(grid)
             self.n_trials = min(self.n_trials, math.prod(map(len, grid.values())))
-        options = {"sampler": self.sampler, "directions": self.direction}
-        self.database, study = open_study(self.url, str(self.study_name), **options)
+        name = str(self.study_name)
+        self.database, study = open_study(self.url, name, sampler=self.sampler, directions=self.direction)
         if (found := study.user_attrs.get("objectives", self.objectives)) != self.objectives:
             raise UserError(
                 f"hydra.sweeper.objective={self.objectives}: the study optimises {found}. Set run=<new name>."
@@ -151,9 +147,9 @@ class StudySweeper(SweeperSteps):
         """The next trials to run in parallel: interrupted ones, else new ones; none if all are done."""
         trials = self.study.get_trials(deepcopy=False)
         running = [t for t in trials if t.state is TrialState.RUNNING and t.user_attrs.get(OWNER) == self.name]
-        if interrupted := [t.number for t in running if t.number not in self.unfinished]:
-            ids = [trial_id(self.database, self.study.study_name, number) for number in interrupted[: self.n_jobs]]
-            return [Trial(self.study, id) for id in ids]
+        if numbers := [t.number for t in running if t.number not in self.unfinished][: self.n_jobs]:
+            name = self.study.study_name
+            return [Trial(self.study, trial_id(self.database, name, number)) for number in numbers]
         new: list[Trial] = []
         for _ in range(min(self.n_jobs, self.n_trials - len(trials))):
             new.append(self.study.ask())
@@ -172,7 +168,7 @@ class StudySweeper(SweeperSteps):
     def record(self, trial: Trial, done: bool) -> None:
         """Reports to the study how a trial ended: with values, pruned, or failed. A trial that the system ended stays open."""
         report = {"status": "failed"} | RunFolder(self.folder / str(trial.number)).report()
-        status: str = report["status"]
+        status = report["status"]
         values: list[Any] = [report.get(name) for name in self.objectives]
         if "train/steps" in report:
             trial.set_user_attr("steps", report["train/steps"])
@@ -196,12 +192,13 @@ def write_files(study: optuna.Study, objectives: list[str], folder: Path) -> Non
     write_table(trials, objectives, folder / "trials.csv")
     if not any(t.state is TrialState.COMPLETE for t in trials):
         return
-    (folder / "experiment").mkdir(exist_ok=True)
-    for old in (folder / "experiment").glob("best*.yaml"):
+    recipes = folder / "experiment"
+    recipes.mkdir(exist_ok=True)
+    for old in recipes.glob("best*.yaml"):
         old.unlink()
     for number, trial in enumerate(study.best_trials if len(objectives) > 1 else [study.best_trial]):
         name = f"best-{number}" if len(objectives) > 1 else "best"
-        write_text(folder / "experiment" / f"{name}.yaml", recipe(study, trial, objectives, folder, name))
+        write_text(recipes / f"{name}.yaml", recipe(study, trial, objectives, folder, name))
     write_plots(study, objectives, folder)
 
 
@@ -217,9 +214,8 @@ def write_table(trials: list[FrozenTrial], objectives: list[str], path: Path) ->
 
 def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folder: Path, name: str) -> str:
     """An experiment config with the trial's values and with the overrides that all trials shared."""
-    chosen: dict[str, Any] = {**trial.user_attrs, **trial.params}
-    for key in ("sweep", "error", "resume", "runs_dir", "steps"):
-        chosen.pop(key, None)
+    left_out = ("sweep", "error", "resume", "runs_dir", "steps")
+    chosen = {key: value for key, value in (trial.user_attrs | trial.params).items() if key not in left_out}
     texts = "\n".join(f"{key}: {value}" for key, value in chosen.items() if isinstance(value, str))
     parsed: Any = OmegaConf.to_container(OmegaConf.create(texts))
     chosen |= parsed
@@ -237,18 +233,16 @@ def recipe(study: optuna.Study, trial: FrozenTrial, objectives: list[str], folde
 
 def write_plots(study: optuna.Study, objectives: list[str], folder: Path) -> None:
     """Writes study.html. Plots that need more trials are omitted."""
-    from optuna import visualization
-
     options = {"target_names": objectives} if len(objectives) > 1 else {}
-    kinds = ["optimization_history", "param_importances", "parallel_coordinate", "slice"]
-    kinds = ["pareto_front"] if options else kinds
+    for_one = ["optimization_history", "param_importances", "parallel_coordinate", "slice"]
+    kinds = ["pareto_front"] if options else for_one
     if any(trial.intermediate_values for trial in study.trials):  # Optuna warns without a pruner
         kinds.append("intermediate_values")
     pages: list[str] = []
     for kind in kinds:
         with warnings.catch_warnings(), suppress(ValueError, RuntimeError):
             warnings.simplefilter("ignore")  # these functions are experimental
-            figure = getattr(visualization, f"plot_{kind}")(study, **options)
+            figure = getattr(optuna.visualization, f"plot_{kind}")(study, **options)
             pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages))
     title = html.escape(f"{study.study_name}: {len(study.trials)} trials")
     head = f"<!doctype html><meta charset='utf-8'><title>{title}</title><h1>{title}</h1>"

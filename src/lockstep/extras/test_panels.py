@@ -33,8 +33,7 @@ class TestPanels(pl.Callback):
     def __init__(self, *, compiled: bool) -> None:
         self.contents, self.compiled = list[Content](), compiled
         self.kept = {"largest losses": Kept(24, by_loss=True), "random samples": Kept(16)}
-        self.panels: dict[str, Any] = {}
-        self.failed: set[str] = set()
+        self.panels, self.failed = dict[str, Any](), set[str]()
 
     def report_panels(self) -> list[Content]:
         return self.contents
