@@ -52,7 +52,7 @@ from lockstep.training.oom import oom_advice
 
 def table_rows(columns: Row, count: int) -> list[Row]:
     """A dict for each of `count` samples. Raises UserError: a column does not have one value per sample."""
-    cells: dict[str, list[Any]] = {}
+    cells: Row = {}
     for name, value in columns.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),) if isinstance(value, Sized) else ()
         if shape[:1] != (count,) or len(shape) > 2:
@@ -131,8 +131,9 @@ class PredictionParts:
         with atomic_replace(self.output) as new:
             write_table(new, self.output.suffix, self.example, (row for _, row, _ in self.rows()))
             for name in self.masks:
-                remove(masks(self.output, name))
-                (self.folder / name).replace(masks(self.output, name))
+                target = masks(self.output, name)
+                remove(target)
+                (self.folder / name).replace(target)
 
     def gallery(self, data: DataModule, metadata: Mapping[str, str]) -> None:
         """Writes a page of `KEPT` samples with their predictions. It works offline, and needs the files of sounds only to play them."""
@@ -313,8 +314,7 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
         parts = PredictionParts(output, writer.folder, world.size)
         parts.write()
         if request.gallery:
-            name = Path(settings.tested_checkpoint).name
-            parts.gallery(data, {"Input": request.input, "Checkpoint": name})
+            parts.gallery(data, {"Input": request.input, "Checkpoint": Path(settings.tested_checkpoint).name})
         partial = [item for item in parts.filled.items() if item[1] < parts.count - parts.broken]
         if counts := ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial):
             warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")

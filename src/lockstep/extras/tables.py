@@ -70,13 +70,12 @@ class InputFiles:
                     f"{type(reader).__name__}.read can use only self.metadata, because __init__ was not called."
                 )
                 raise self.bug
-            errors = list_errors(problems, count)
-            raise UserError(f"none of {count:,} files can be read:{errors}\nNothing was written.")
+            raise UserError(f"none of {count:,} files can be read:{list_errors(problems, count)}\nNothing was written.")
         self.example, self.several = samples[0], not isinstance(samples, list)
         self.held = [self.read(file) for file in range(count)] if self.several else []
         counts = np.array([max(1, len(samples)) for samples, _ in self.held] or [1] * count)  # a broken file has a row
         self.file_N = np.repeat(np.arange(count), counts)
-        self.row_N = np.arange(len(self.file_N)) - np.repeat(counts.cumsum() - counts, counts)
+        self.first_N = counts.cumsum() - counts  # for each file, the index of its first sample
 
     def __len__(self) -> int:
         return len(self.file_N)
@@ -95,13 +94,14 @@ class InputFiles:
                 raise ValueError(f"it contains {len(samples)} samples, but the first file has only one")
             return samples, ""
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            self.bug = e if isinstance(e, BUGS) and is_user_code_error(e) else self.bug
+            if isinstance(e, BUGS) and is_user_code_error(e):
+                self.bug = e
             return [], read_error_text(e)
 
     def sample(self, index: int) -> tuple[Row, str]:
         file = self.file_N[index]
         samples, problem = self.held[file] if self.held else self.read(file)
-        sample = self.example if problem else samples[self.row_N[index]]
+        sample = self.example if problem else samples[index - self.first_N[file]]
         problem = problem or odd_shape(sample, self.example)
         return self.example if problem else sample, problem
 
@@ -118,12 +118,14 @@ class InputFiles:
     def facts(self, index: int) -> Row:
         """The first columns of a table: the path of the file, the row in it, and the target, if there are any."""
         file = self.file_N[index]
-        facts: Row = {"path": self.name(file)} | ({"row": int(self.row_N[index])} if self.several else {})
-        if not len(self.target_N):
-            return facts
-        cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
-        target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
-        return facts | target
+        facts: Row = {"path": self.name(file)}
+        if self.several:
+            facts["row"] = int(index - self.first_N[file])
+        if len(self.target_N):
+            cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
+            is_number = len(names) == 1
+            facts |= {f"target/{names[0]}": digits(float(cell)) if cell else None} if is_number else {"target": cell}
+        return facts
 
 
 # of a name, which a target may have in any of these
