@@ -1,6 +1,5 @@
 """Exports a trained network as a folder that needs only the few packages in its requirements.txt, and not Lockstep."""
 
-import inspect
 import json
 import os
 import shutil
@@ -98,7 +97,7 @@ class NetworkToExport:
     def takes_images(self) -> bool:
         sample = self.batch["input"]  # a list for texts
         images = isinstance(sample, Tensor) and sample.dtype == torch.uint8 and sample.dim() == 4
-        images = images and all(self.task.metadata.get(key) for key in NEEDED)
+        images = images and all(map(self.task.metadata.get, NEEDED))
         return images and (not self.network or self.first_call.names == ["input"])
 
     @cached_property
@@ -129,8 +128,7 @@ class NetworkToExport:
 
         with self.net.register_forward_pre_hook(pre_hook, with_kwargs=True), self.net.register_forward_hook(hook):
             result = self.task.outputs(self.whole, batch)
-        items = leaves([(call.inputs, call.output) for call in calls[:1]])
-        others = [value for _, value in items if not isinstance(value, Tensor)]
+        others = [x for call in calls[:1] for _, x in leaves([call.inputs, call.output]) if not isinstance(x, Tensor)]
         if others or not calls or (len(calls) > 1 and not self.network):
             reason = f"uses {type(others[0]).__name__} besides tensors" if others else f"calls it {len(calls)} times"
             caller, hint = (self.whole, "") if self.network else (self.task, " once per batch in the task's `outputs`,")
@@ -184,41 +182,45 @@ class NetworkToExport:
             raise UserError(
                 "keys of the run's `model` contain objects; only plain values can be exported. Create the objects in the class."
             )
-        params = parameters(target) or {}
-        kwargs = {key: value for key, value in model.items() if key != "name" or "name" in params}
-        kwargs |= {key: False if isinstance(kwargs[key], bool) else None for key in WEIGHTS if key in kwargs}
+        arguments = {**matching_kwargs(target, self.offered), **model}
+        if "name" not in (parameters(target) or {}):
+            arguments.pop("name", None)
+        arguments |= {key: False if isinstance(model[key], bool) else None for key in WEIGHTS if key in model}
         factory: Any = target_of(target, "model")
-        module, name = factory.__module__, factory.__qualname__
-        content = {"target": target, "arguments": {**matching_kwargs(target, self.offered), **kwargs}}
-        if module.partition(".")[0] in parts.ALLOWED:
-            return content
-        modules = parts.required_modules(module)
-        if len(modules) == 1:
-            shutil.copyfile(modules[module], folder / "network.py")
-            return {**content, "target": f"network.{name}"}
-        parts.copy(modules, folder / "source")
-        return {**content, "target": f"{module}.{name}"}
+        module = factory.__module__
+        if module.partition(".")[0] not in parts.ALLOWED:
+            modules = parts.required_modules(module)
+            if len(modules) == 1:
+                shutil.copyfile(modules[module], folder / "network.py")
+                module = "network"
+            else:
+                parts.copy(modules, folder / "source")
+            target = f"{module}.{factory.__qualname__}"
+        return {"target": target, "arguments": arguments}
 
     def write(self, folder: Path, formats: Sequence[str]) -> dict[str, float]:
         """Writes all files except the model card; returns, by file, the largest difference of its outputs from the network's."""
         from safetensors.torch import save
 
-        task, content = self.task, self.write_network(folder)
-        content["inputs"] = None if self.takes_images else self.first_call.names
-        content |= {"named": self.first_call.named, "reader": self.write_reader(folder)}
-        content["network"] = self.network.removeprefix(self.made).removeprefix(".")
-        content |= {"activation": self.activation, "threshold": getattr(task, "threshold", None)}
-        needed = (*NEEDED, *FRAMING) if self.takes_images else task.metadata
-        settings = {key: value for key, value in task.metadata.items() if key in needed}
+        task = self.task
+        content = self.write_network(folder) | {
+            "inputs": None if self.takes_images else self.first_call.names,
+            "named": self.first_call.named,
+            "reader": self.write_reader(folder),
+            "network": self.network.removeprefix(self.made).removeprefix("."),
+            "activation": self.activation,
+            "threshold": getattr(task, "threshold", None),
+        }
+        settings = {n: v for n, v in task.metadata.items() if not self.takes_images or n in (*NEEDED, *FRAMING)}
         classes = [] if self.network else list(task.value_names)
         for name, values in {"model": content, "classes": classes, "preprocessing": settings}.items():
             write_text(folder / f"{name}.json", to_json(values) + "\n")
         # as bytes, because save_file ignores the umask; cloned, because some are tied
-        weights = {name: tensor.detach().contiguous().clone() for name, tensor in self.net.state_dict().items()}
+        weights = {name: tensor.contiguous().clone() for name, tensor in self.net.state_dict().items()}
         (folder / "model.safetensors").write_bytes(save(weights))
         write_text(folder / "config.yaml", as_yaml(self.config))
-        for name, source in {"preprocess.py": pixels, "load.py": exported}.items():
-            shutil.copyfile(inspect.getfile(source), folder / name)
+        shutil.copyfile(pixels.__file__, folder / "preprocess.py")
+        shutil.copyfile(exported.__file__, folder / "load.py")
         write_text(folder / "requirements.txt", parts.requirements(folder, content["target"], formats))
         model = exported.load(folder)
         runners: dict[str, Any] = {"load.py": model.outputs}
@@ -275,8 +277,11 @@ def argument_of(config: RunConfig, module: nn.Module, network: str) -> str:
     Raises UserError: no argument creates it.
     """
     argument = network.partition(".")[0]
-    created = [name for name, node in config.task.kwargs.items() if isinstance(node, Mapping) and "_target_" in node]
-    networks = [name for name in created if isinstance(getattr(module, name, None), nn.Module)]
+    networks = [
+        name
+        for name, node in config.task.kwargs.items()
+        if isinstance(node, Mapping) and "_target_" in node and isinstance(getattr(module, name, None), nn.Module)
+    ]
     if argument not in networks:
         raise UserError(
             f"{config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
@@ -294,8 +299,9 @@ def export(path: Path, folder: Path, formats: Sequence[str] = (), files: str | N
         UserError: the folder exists, the network cannot be exported, its files need more than torch and timm, a format is not
             available, or its outputs differ.
     """
-    errors = [f"{folder} exists. Pass a different folder, or remove it."] if folder.exists() else []
-    raise_problems([*errors, *parts.missing(formats)])
+    if folder.exists():
+        raise UserError(f"{folder} exists. Pass a different folder, or remove it.")
+    raise_problems(parts.missing(formats))
     checkpoint = read(path)
     config, module = config_of(checkpoint), load_module(checkpoint)
     if isinstance(module, Task):
@@ -341,15 +347,13 @@ def samples_to_compare(config: RunConfig, metadata: Mapping[str, Any], files: st
 
 def card(checkpoint: Checkpoint, candidate: NetworkToExport, part: Path, differences: dict[str, float]) -> str:
     """The model card. `differences`: by file, the largest difference of its outputs from the trained network's."""
-    config = config_of(checkpoint)
     run = checkpoint.path.resolve().parent.parent
     report = RunFolder(run).report()
-    settings = overrides_of(report) or ()
-    if report.get("checkpoint") != os.path.relpath(checkpoint.path.resolve(), run):
-        report = {}  # the run tested a different checkpoint
+    # empty if the run tested a different checkpoint
+    tested = report if report.get("checkpoint") == os.path.relpath(checkpoint.path.resolve(), run) else {}
     inputs = () if candidate.takes_images else leaves(candidate.examples()[0])
     return MARKDOWN.get_template("card.md.j2").render(
-        config=config,
+        config=config_of(checkpoint),
         parameters=sum(p.numel() for p in candidate.net.parameters()),
         what=candidate,
         checkpoint=checkpoint,
@@ -357,11 +361,11 @@ def card(checkpoint: Checkpoint, candidate: NetworkToExport, part: Path, differe
             f"{x.dtype} of shape {('batch', *x.shape[1:])}".replace("torch.", "").replace("'", "") for _, x in inputs
         ],
         reader=json.loads((part / "model.json").read_bytes())["reader"],
-        metrics={name: report[name] for name in metrics_of_test(report) if name != "test/count"},
-        count=report.get("test/count", 0),
+        metrics={name: tested[name] for name in metrics_of_test(tested) if name != "test/count"},
+        count=tested.get("test/count", 0),
         differences=differences,
         packages=(part / "requirements.txt").read_text(encoding="utf-8").split(),
         files=[path.name for path in part.iterdir()],
-        settings=settings,
+        settings=overrides_of(report) or (),
         versions=versions(),
     )

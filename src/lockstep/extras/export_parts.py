@@ -32,8 +32,6 @@ from lockstep.training.losses import samples_at
 STANDIN = ("data.dataset", "data.sampler", "errors")
 OFFERED = {"lockstep.errors.UserError", *(f"lockstep.{name}" for home in STANDIN for name in HOMES[home])}
 ALLOWED = {"torch", "torchvision", "timm", "numpy", "safetensors"}  # importable, like the standard library
-# of requirements.txt, by the name of the import
-PACKAGES = {name: name for name in sorted(ALLOWED)} | {"PIL": "pillow"}
 
 
 def source_of(module: str) -> Path | None:
@@ -77,7 +75,7 @@ def imported_names(path: Path, module: str) -> set[str]:
     """Full names of the modules that a file imports, except under `if TYPE_CHECKING`."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     prefix, names = module.partition(".")[0] + ".", set[str]()
-    for imported, attributes in imports(path):
+    for imported, attributes in imports(ast.parse(path.read_bytes())):
         base = importlib.util.resolve_name(imported, package)
         for name in [f"{base}.{attribute}" for attribute in attributes] or [base]:
             is_module = name.startswith(prefix) and source_of(name)
@@ -85,29 +83,24 @@ def imported_names(path: Path, module: str) -> set[str]:
     return names
 
 
-def imports(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """The name in each import of a file, perhaps relative, and what is imported from it."""
-    for node in walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, []) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield "." * node.level + (node.module or ""), [alias.name for alias in node.names]
+def imports(node: ast.AST) -> Iterator[tuple[str, list[str]]]:
+    """The name in each import, perhaps relative, and what is imported from it; without those under `if TYPE_CHECKING`."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, []) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield "." * node.level + (node.module or ""), [alias.name for alias in node.names]
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield from imports(child)
 
 
 def requirements(folder: Path, library: str, formats: Sequence[str]) -> str:
     """The packages that the files of a folder import, at their installed versions. `library`: that of the network."""
-    names = [library, *(name for path in folder.rglob("*.py") for name, _ in imports(path))]
-    top = {name.partition(".")[0] for name in names}
-    needed = [package for name, package in PACKAGES.items() if name in top] + ["onnxruntime"] * ("onnx" in formats)
+    top = {library.partition(".")[0]}
+    for path in folder.rglob("*.py"):
+        top |= {name.partition(".")[0] for name, _ in imports(ast.parse(path.read_bytes()))}
+    needed = sorted(ALLOWED & top) + ["pillow"] * ("PIL" in top) + ["onnxruntime"] * ("onnx" in formats)
     return "".join(f"{package}=={version(package).partition('+')[0]}\n" for package in needed)
-
-
-def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes except those under `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
-            yield from walk(child)
 
 
 def copy(modules: dict[str, Path], folder: Path) -> None:
@@ -117,7 +110,7 @@ def copy(modules: dict[str, Path], folder: Path) -> None:
         target = base / "__init__.py" if path.name == "__init__.py" else base.with_suffix(".py")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    for package in (path for path in folder.rglob("*") if path.is_dir()):
+    for package in folder.rglob("*/"):
         (package / "__init__.py").touch()
 
 
@@ -163,8 +156,10 @@ def in_frame(x: Tensor, frame: Frame) -> Tensor:
     differences = (torch.sym_max(side - size, size - side) for side in (height, width))
     # an image of exactly `size` is not resized
     full = size + (math.floor(size / frame.crop_pct) - size) * torch.sym_min(sum(differences), 1)
-    side = {"crop": torch.sym_min, "pad": torch.sym_max, "squash": lambda *_: 1}[frame.resize](height, width)
-    height, width = (full * length // side if frame.resize != "squash" else full for length in (height, width))
+    if frame.resize == "squash":
+        height = width = 1
+    side = (torch.sym_max if frame.resize == "pad" else torch.sym_min)(height, width)
+    height, width = (full * length // side for length in (height, width))
     x = F.interpolate(x, size=(height, width), mode=frame.interpolation, antialias=True)
     x = x.clamp(0, 255) if frame.interpolation == "bicubic" else x
     for dim, length in ((-2, height), (-1, width)):
@@ -187,19 +182,16 @@ def missing(formats: Sequence[str]) -> Iterator[str]:
 
 def write_graphs(model: Model, formats: Sequence[str], folder: Path, examples: Sequence[Inputs]) -> dict[str, Run]:
     """Writes model.onnx and model.pt2 if requested; returns a function to run each file."""
-    example, other = examples[0], dict(leaves(examples[1]))
-    dynamic = torch.export.Dim.DYNAMIC  # dimensions in which the examples differ may have any size
-
-    def dynamic_dims(path: Any, tensor: Tensor) -> dict[int, Any]:
-        return {dim: dynamic for dim, size in enumerate(tensor.shape) if size != other[path].shape[dim]}
-
-    shapes = {"inputs": map_leaves(example, dynamic_dims)}
+    example, other = examples
+    whole, inputs = Whole(model).eval(), torch.export.AdditionalInputs()
+    inputs.add(other)  # dimensions in which the examples differ may have any size
+    shapes = map_leaves(inputs.dynamic_shapes(whole, example), lambda _, dim: dim or torch.export.Dim.STATIC)
     runners: dict[str, Run] = {}
     flags = " ".join(f"--{name}" for name in formats)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # the exporters emit warnings about their own code
-            graph = torch.export.export(Whole(model).eval(), example, dynamic_shapes=shapes)
+            graph = torch.export.export(whole, example, dynamic_shapes=shapes)
             if "pt2" in formats:
                 torch.export.save(graph, folder / "model.pt2")
                 runners["model.pt2"] = torch.export.load(folder / "model.pt2").module()
@@ -222,13 +214,14 @@ def write_onnx(model: Model, graph: Any, path: Path) -> Run:
     names = ["image"] if model.inputs is None else [str(name).replace(".", "_") for _, name in leaves(model.inputs)]
     outputs = {"identity": ["values"], "none": None}.get(model.activation, ["probabilities"])
     unique = names if len(set(names)) == len(names) else None
-    options: Any = {"input_names": unique, "output_names": outputs, "external_data": large, "verbose": False}
-    torch.onnx.export(graph, (), str(path), dynamo=True, **options)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    torch.onnx.export(
+        graph, (), path, dynamo=True, input_names=unique, output_names=outputs, external_data=large, verbose=False
+    )
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
     def run(*inputs: Any) -> list[Tensor]:
-        values = (tensor.numpy() for _, tensor in leaves(inputs))
-        feed = {argument.name: value for argument, value in zip(session.get_inputs(), values, strict=True)}
+        pairs = zip(session.get_inputs(), leaves(inputs), strict=True)
+        feed = {argument.name: tensor.numpy() for argument, (_, tensor) in pairs}
         return [torch.from_numpy(array) for array in session.run(None, feed)]
 
     return run

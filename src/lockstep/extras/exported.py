@@ -125,9 +125,10 @@ class Model:
 
     def files(self, names: Iterable[str]) -> list[str]:
         """The files, and the files in the folders."""
-        walk, paths = self.pixels.Walk, map(Path, names)
-        listed = (walk([str(path)], self.reader.endings) if path.is_dir() else [str(path)] for path in paths)
-        return [file for files in listed for file in files]
+        files: list[str] = []
+        for path in map(Path, names):
+            files += self.pixels.Walk([str(path)], self.reader.endings) if path.is_dir() else [str(path)]
+        return files
 
     def arguments(self, samples: list[dict[str, Any]]) -> Any:
         """The arguments of `predict` for samples from `samples`."""

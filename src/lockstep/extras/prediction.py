@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from operator import itemgetter
@@ -52,7 +52,7 @@ from lockstep.training.oom import oom_advice
 
 def table_rows(columns: Row, count: int) -> list[Row]:
     """A dict for each of `count` samples. Raises UserError: a column does not have one value per sample."""
-    cells: dict[str, list[Any]] = {}
+    cells: Row = {}
     for name, value in columns.items():
         shape = tuple(value.shape) if isinstance(value, Tensor) else (len(value),) if isinstance(value, Sized) else ()
         if shape[:1] != (count,) or len(shape) > 2:
@@ -69,12 +69,9 @@ def table_rows(columns: Row, count: int) -> list[Row]:
 FIRST = (*RESERVED[:-1], "target")  # columns before the task's
 SORTED = {"loss": "the largest losses first", "probability": "the least certain first"}
 KEPT = 200  # samples in a gallery
+# The file of one process. A line has the number of a batch, the index of a sample, its row, and what its task draws.
+PART = "rank-{}.jsonl"
 DRAWN = {"Lines": Lines, "Picture": Picture}  # what a gallery shows of `describe`
-
-
-def part(folder: Path, rank: int) -> Path:
-    """The file of one process. A line has the number of a batch, the index of a sample, its row, and what its task draws."""
-    return folder / f"rank-{rank}.jsonl"
 
 
 def order(row: Row) -> float:
@@ -96,7 +93,7 @@ class PredictionParts:
     """
 
     def __init__(self, output: Path, folder: Path, world: int) -> None:
-        self.output, self.folder, self.paths = output, folder, [part(folder, rank) for rank in range(world)]
+        self.output, self.folder, self.paths = output, folder, [folder / PART.format(rank) for rank in range(world)]
         self.count = self.broken = 0
         self.filled = Counter[str]()  # rows that have a column
         example: Row = {}
@@ -110,13 +107,13 @@ class PredictionParts:
         if not example:
             raise UserError("the files can no longer be read. Nothing was written.")
         self.example = dict(sorted(example.items(), key=lambda item: item[0] == ERROR))  # the last column
-        self.masks = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        self.masks = sorted(path.name for path in folder.glob("*/"))
         columns = [name for name in self.example if name not in (*FIRST, ERROR) and not name.startswith("target/")]
         numbers = [name for name in self.example if f"target/{name}" in self.example]  # one may be named target
         self.guess = next(iter(numbers + columns), "")  # the column of the prediction
-        self.key = next((name for name in SORTED if name in self.example), None)
+        self.key = next((name for name in SORTED if name in self.example), "")
 
-    def rows(self) -> Iterator[tuple[int, Row, str]]:
+    def rows(self) -> Iterator[tuple[int, Row, Row]]:
         """Index, row and drawing, in input order. Batches are split by rank, so the rows of a batch are in the order of the ranks."""
         with ExitStack() as files:
             streams = [map(json.loads, files.enter_context(path.open(encoding="utf-8"))) for path in self.paths]
@@ -134,10 +131,11 @@ class PredictionParts:
         with atomic_replace(self.output) as new:
             write_table(new, self.output.suffix, self.example, (row for _, row, _ in self.rows()))
             for name in self.masks:
-                remove(masks(self.output, name))
-                (self.folder / name).replace(masks(self.output, name))
+                target = masks(self.output, name)
+                remove(target)
+                (self.folder / name).replace(target)
 
-    def gallery(self, path: Path, data: DataModule, metadata: Mapping[str, str]) -> None:
+    def gallery(self, data: DataModule, metadata: Mapping[str, str]) -> None:
         """Writes a page of `KEPT` samples with their predictions. It works offline, and needs the files of sounds only to play them."""
         readable = (line for line in self.rows() if not line[1].get(ERROR))
         chosen = heapq.nsmallest(KEPT, readable, lambda line: order(line[1]))
@@ -145,31 +143,31 @@ class PredictionParts:
         common = os.path.commonpath(folders) if folders else ""
         names = [os.path.relpath(row["path"], common) if "path" in row else f"#{index}" for index, row, _ in chosen]
         values = {
-            "samples": [self.sample(*line, data, path.parent) for line in chosen],
+            "samples": [self.sample(*line, data) for line in chosen],
             "rows": [row for _, row, _ in chosen],
             "hidden": {*FIRST, self.guess, f"target/{self.guess}", self.key, ERROR, *self.masks},
             "names": plain_values(names),
-            "order": SORTED.get(str(self.key), "the first ones"),
+            "order": SORTED.get(self.key, "the first ones"),
             "unit": data.unit,
             "table": self,
             "wrong": sum(self.is_wrong(row) for _, row, _ in self.rows()),
             "about": metadata,
         }
-        write_text(path, render("gallery.html.j2", self.output.stem, values))
+        write_text(gallery_of(self.output), render("gallery.html.j2", self.output.stem, values))
 
-    def sample(self, index: int, row: Row, drawn: str, data: DataModule, page: Path) -> Sample:
+    def sample(self, index: int, row: Row, drawn: Row, data: DataModule) -> Sample:
         """A sample as the page shows it: what the data set stores, its masks, and what the task draws."""
         raw = sample_at(data.raw(data.predicted, [index]), 0, 1)
         values = shown(data.dataset, raw)
         if isinstance(data.dataset, Inputs):
-            file = quote(os.fsencode(os.path.relpath(data.dataset.test.path(index), page)))
+            file = quote(os.fsencode(os.path.relpath(data.dataset.test.path(index), self.output.parent)))
             values = {n: replace(v, file=file) if isinstance(v, Sound) else v for n, v in values.items()}
         if self.masks and np.ndim(raw.get("target", 0)) == 2:
             values["target"] = Mask(np.asarray(raw["target"]))
         for name in [name for name in self.masks if name in row]:
             with Image.open(self.output.parent / row[name]) as mask:
                 values[name] = Mask(np.asarray(mask))
-        for name, drawing in json.loads(drawn, object_hook=decode).items():
+        for name, drawing in json.loads(json.dumps(drawn), object_hook=decode).items():
             parts = vars(drawing)
             values[name] = DRAWN[parts.pop("kind")](**parts)
         image = values.pop("image", None)
@@ -182,25 +180,19 @@ class PredictionParts:
 class Writer(pl.Callback):
     """Writes what `predict_step` returns as rows to a file of this process, without keeping them in memory.
 
-    `request`: the keys of predict.py. `to_columns`: turns outputs into columns. Masks of files are resized to the size of the file.
+    `request`: the keys of predict.py. Masks of files are resized to the size of the file.
     """
 
     folder: Path  # of the parts; set on rank 0, which creates it
 
-    def __init__(self, loaders: Loaders, request: Request, to_columns: Callable[[Any], Row]) -> None:
-        self.loaders, self.request, self.to_columns = loaders, request, to_columns
+    def __init__(self, loaders: Loaders, request: Request) -> None:
+        self.loaders, self.request = loaders, request
+        self.to_columns = predicted_columns(loaders.module, request)
         self.describe = hook(loaders.module, "describe")
         self.first_keys: list[tuple[float, int]] = []  # of the samples so far that the gallery may show, in its order
         self.output = Path(str(request.output))
         dataset = getattr(loaders.data, "dataset", None)
         self.files = dataset.test if isinstance(dataset, Inputs) else None
-
-    def first(self, index: int) -> Row:
-        """The first cells of a row: the sample's file, or its index in the part."""
-        if self.files is not None:
-            return self.files.facts(index)
-        paths = self.loaders.paths
-        return {"index": index} | ({} if paths is None else {"path": str(paths[index])})
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.folder = trainer.strategy.broadcast(self.folder)
@@ -208,7 +200,7 @@ class Writer(pl.Callback):
         if trainer.strategy.broadcast(digest) != digest:
             raise TrainingFailed("input: the folder is changing: processes listed different files. Pass a CSV of them.")
         trainer.strategy.barrier("the files to predict")
-        self.part = part(self.folder, trainer.global_rank)
+        self.part = self.folder / PART.format(trainer.global_rank)
         self.part.touch()
         self.order = self.loaders.predicted(trainer)  # the indices of each batch
 
@@ -227,14 +219,18 @@ class Writer(pl.Callback):
                 columns[name] = self.save_masks(name, value, indices, problems)
         rows = table_rows(columns, len(indices))
         drawn = self.draw(outputs, [(order(row), index) for index, row in zip(indices, rows, strict=True)])
+        paths = self.loaders.paths
         with self.part.open("a", encoding="utf-8") as file:
             for index, row, problem, drawing in zip(indices, rows, problems, drawn, strict=True):
-                cells = self.first(index) | ({} if problem else row) | ({} if problem is None else {ERROR: problem})
-                file.write(f"{json.dumps([batch_idx, index, cells, drawing])}\n")
+                path = {} if paths is None else {"path": str(paths[index])}
+                facts = self.files.facts(index) if self.files else {"index": index, **path}
+                cells = facts | ({} if problem else row) | ({} if problem is None else {ERROR: problem})
+                # encoded for a page, because images are large
+                file.write(f"{json.dumps([batch_idx, index, cells, encode(drawing)])}\n")
 
-    def draw(self, outputs: Any, keys: list[tuple[float, int]]) -> list[str]:
-        """The pictures and curves of the samples that the gallery may show, encoded for a page, because images are large."""
-        drawn: list[dict[str, Any]] = [{} for _ in keys]
+    def draw(self, outputs: Any, keys: list[tuple[float, int]]) -> list[Row]:
+        """The pictures and curves of the samples that the gallery may show."""
+        drawn: list[Row] = [{} for _ in keys]
         if self.request.gallery and self.describe:
             self.first_keys = heapq.nsmallest(KEPT, [*self.first_keys, *keys])
             try:
@@ -245,7 +241,7 @@ class Writer(pl.Callback):
                 self.describe = None  # it would fail for the next batch, too
                 if e.args != ("target",):  # files have no target
                     warn(f"the gallery lacks pictures and curves, because `describe` failed: {type(e).__name__}: {e}")
-        return [json.dumps(encode(drawing)) for drawing in drawn]
+        return drawn
 
     def save_masks(self, name: str, mask_BHW: Tensor, indices: list[int], problems: list[Any]) -> list[str]:
         """Writes masks as PNG files; returns their paths, relative to the table."""
@@ -306,11 +302,10 @@ def lock_output(output: Path, *, overwrite: bool) -> Iterator[Path]:
 def predict(settings: Settings, module: pl.LightningModule, data: Any) -> PredictionParts | None:
     """Writes the table; returns its rows and counts on rank 0, else None. Raises UserError: the module does not predict."""
     world, request, loaders = settings.world, settings.request, Loaders(data, module)
-    assert request and request.output
-    output = Path(request.output)
+    assert request
     loaders.predict_on(request.part, gallery=request.gallery)
-    writer = Writer(loaders, request, predicted_columns(module, request))
-    trainer = evaluator(settings, loaders, writer)
+    writer = Writer(loaders, request)
+    trainer, output = evaluator(settings, loaders, writer), writer.output
     with nullcontext(output) if world.rank else lock_output(output, overwrite=request.overwrite) as writer.folder:
         with oom_advice(trainer, loaders, settings):
             trainer.predict(module, datamodule=data, return_predictions=False)
@@ -319,10 +314,9 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
         parts = PredictionParts(output, writer.folder, world.size)
         parts.write()
         if request.gallery:
-            name = Path(settings.tested_checkpoint).name
-            parts.gallery(gallery_of(output), data, {"Input": request.input, "Checkpoint": name})
-        if partial := {name: count for name, count in parts.filled.items() if count < parts.count - parts.broken}:
-            counts = ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial.items())
+            parts.gallery(data, {"Input": request.input, "Checkpoint": Path(settings.tested_checkpoint).name})
+        partial = [item for item in parts.filled.items() if item[1] < parts.count - parts.broken]
+        if counts := ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial):
             warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")
         if parts.broken:
             bad = ((row["path"], row[ERROR]) for _, row, _ in parts.rows() if row.get(ERROR))
@@ -334,13 +328,14 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
 def show_predictions(settings: Settings, parts: PredictionParts) -> None:
     """Prints the path of the table, and writes predict.json."""
     request, path, broken = settings.request, settings.evaluation_file("predict"), parts.broken
-    assert request and request.output
-    output, metadata = Path(request.output), build.evaluation_info(settings)
+    assert request
+    metadata = build.evaluation_info(settings)
     rows = f"done: {pluralize(parts.count, 'row')}" + (f", {pluralize(broken, 'broken file')}" if broken else "")
     print_line(f"{rows}; predictions by {metadata['checkpoint']}:")
-    print_line(str(output), copied=True)
+    print_line(str(parts.output), copied=True)
     if request.gallery:
-        print_line(str(gallery_of(output)), copied=True, link=gallery_of(output))
+        page = gallery_of(parts.output)
+        print_line(str(page), copied=True, link=page)
     content = {**metadata, "input": request.input, "output": request.output, "count": parts.count, "broken": broken}
     try:
         write_json(path, content)

@@ -23,9 +23,8 @@ def with_request(settings: Settings, request: Request, typed: Collection[str]) -
     Raises:
         UserError: the request is invalid; lists all problems.
     """
-    cfg, folder = settings.cfg, settings.folder.path
-    folder = folder if folder.is_dir() else Path(settings.tested_checkpoint).parent  # a checkpoint that was moved
-    output = Path(request.output or folder / "predictions.csv").expanduser()
+    cfg, default = settings.cfg, settings.evaluation_file("predict").with_name("predictions.csv")
+    output = Path(request.output or default).expanduser()
     part = request.input if request.input in (*PARTS, "predict") else None
     raise_problems(output_problems(output, request.overwrite, request.gallery))
     endings = ENDINGS if cfg.data.target.startswith("lockstep.") else ("",)  # a user's class defines what it reads
@@ -45,7 +44,7 @@ def gallery_of(output: Path) -> Path:
 def output_problems(output: Path, overwrite: bool, gallery: bool = False) -> Iterator[str]:
     page = gallery_of(output)
     if output.suffix not in TABLES:
-        yield f"output={output}: the file extension must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, list(TABLES))}."
+        yield f"output={output}: the file extension must be one of {', '.join(TABLES)}{did_you_mean(output.suffix, TABLES)}."
     elif output.exists() and (output.is_dir() or not overwrite):
         yield f"output={output} already exists. Set a different file, or overwrite=true."
     elif gallery and page.exists() and not overwrite:

@@ -56,29 +56,26 @@ class InputFiles:
         # One array of bytes, because reference counts make workers copy a list of strings page by page.
         self.name_N, self.target_N = (np.array([os.fsencode(x) for x in xs]) for xs in (inputs.paths, inputs.targets))
         self.reader, self.base, self.left_out = reader, inputs.base, inputs.left_out
-        self.held: list[tuple[Any, str]] = []
         self.several = True  # whether files may have several samples, as the first readable one has
         self.bug: Exception | None = None
-        count, problems = len(self.name_N), list[str]()
+        count, problems = len(self.name_N), list[tuple[str, str]]()
         for file in range(count):
             samples, problem = self.read(file)
             if not problem:
                 break
-            problems.append(problem)
+            problems.append((self.name(file), problem))
         else:
             if self.bug:
-                name = type(reader).__name__
-                self.bug.add_note(f"{name}.read can use only self.metadata, because __init__ was not called.")
+                self.bug.add_note(
+                    f"{type(reader).__name__}.read can use only self.metadata, because __init__ was not called."
+                )
                 raise self.bug
-            errors = list_errors(((self.name(file), why) for file, why in enumerate(problems)), count)
-            raise UserError(f"none of {count:,} files can be read:{errors}\nNothing was written.")
+            raise UserError(f"none of {count:,} files can be read:{list_errors(problems, count)}\nNothing was written.")
         self.example, self.several = samples[0], not isinstance(samples, list)
-        counts = np.ones(count, np.int64)
-        if self.several:
-            self.held = [self.read(file) for file in range(count)]
-            counts = np.array([1 if why else len(samples) for samples, why in self.held])
+        self.held = [self.read(file) for file in range(count)] if self.several else []
+        counts = np.array([max(1, len(samples)) for samples, _ in self.held] or [1] * count)  # a broken file has a row
         self.file_N = np.repeat(np.arange(count), counts)
-        self.row_N = np.arange(len(self.file_N)) - np.repeat(counts.cumsum() - counts, counts)
+        self.first_N = counts.cumsum() - counts  # for each file, the index of its first sample
 
     def __len__(self) -> int:
         return len(self.file_N)
@@ -97,18 +94,19 @@ class InputFiles:
                 raise ValueError(f"it contains {len(samples)} samples, but the first file has only one")
             return samples, ""
         except Exception as e:  # Pillow raises nearly anything for a broken file
-            self.bug = e if isinstance(e, BUGS) and is_user_code_error(e) else self.bug
+            if isinstance(e, BUGS) and is_user_code_error(e):
+                self.bug = e
             return [], read_error_text(e)
 
     def sample(self, index: int) -> tuple[Row, str]:
         file = self.file_N[index]
         samples, problem = self.held[file] if self.held else self.read(file)
-        sample = self.example if problem else samples[self.row_N[index]]
+        sample = self.example if problem else samples[index - self.first_N[file]]
         problem = problem or odd_shape(sample, self.example)
         return self.example if problem else sample, problem
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        samples, problems = zip(*(self.sample(index) for index in indices), strict=True)
+        samples, problems = zip(*map(self.sample, indices), strict=True)
         columns = {name: np.stack([sample[name] for sample in samples]) for name in self.example}
         return {n: v.tolist() if v.dtype.kind == "U" else v for n, v in columns.items()} | {"problem": list(problems)}
 
@@ -120,12 +118,14 @@ class InputFiles:
     def facts(self, index: int) -> Row:
         """The first columns of a table: the path of the file, the row in it, and the target, if there are any."""
         file = self.file_N[index]
-        facts: Row = {"path": self.name(file)} | ({"row": int(self.row_N[index])} if self.several else {})
-        if not len(self.target_N):
-            return facts
-        cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
-        target = {f"target/{names[0]}": digits(float(cell)) if cell else None} if len(names) == 1 else {"target": cell}
-        return facts | target
+        facts: Row = {"path": self.name(file)}
+        if self.several:
+            facts["row"] = int(index - self.first_N[file])
+        if len(self.target_N):
+            cell, names = os.fsdecode(self.target_N[file]), [*(self.reader.metadata.get("targets") or ())]
+            is_number = len(names) == 1
+            facts |= {f"target/{names[0]}": digits(float(cell)) if cell else None} if is_number else {"target": cell}
+        return facts
 
 
 # of a name, which a target may have in any of these
@@ -145,7 +145,7 @@ def target_check(metadata: Mapping[str, Any]) -> Check:
 
     @cache
     def normalised(cell: str) -> str:
-        parts = [*filter(None, SEPARATORS.split(cell))] if metadata.get("labels") else [cell]
+        parts = filter(None, SEPARATORS.split(cell)) if metadata.get("labels") else [cell]
         return "|".join(
             next((spelling[form(part)] for form in FORMS if form(part) in spelling), part) for part in parts
         )
@@ -175,9 +175,10 @@ class Inputs(DataSet):
     """Files as the data of a prediction. The network gets the arguments from the checkpoint."""
 
     def __init__(self, files: InputFiles, network: Mapping[str, Any]) -> None:
-        self.reader, self.unit, self.metadata = files.reader, files.reader.unit, files.reader.metadata  # type: ignore[misc]
+        reader = files.reader
+        self.unit, self.metadata = reader.unit, reader.metadata  # type: ignore[misc]
         self.train = self.val = self.test = files
-        self.preprocess, self.show = self.reader.preprocess, self.reader.show  # type: ignore[method-assign]
+        self.preprocess, self.show = reader.preprocess, reader.show  # type: ignore[method-assign]
         self.model_kwargs = lambda: dict(network)  # type: ignore[method-assign]
 
 
@@ -232,7 +233,7 @@ def predicted_columns(module: pl.LightningModule, request: Request) -> Callable[
         )
     if isinstance(module, Task):
         return partial(columns_of_task, module, request)
-    if not any(is_overridden(hook, module) for hook in ("predict_step", "forward")):
+    if not (is_overridden("predict_step", module) or is_overridden("forward", module)):
         raise UserError(
             f"{type(module).__name__} has no predict_step and no forward. Add one that takes a batch and returns a tensor with a row per sample, or a dict of columns."
         )
