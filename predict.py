@@ -8,7 +8,7 @@ python predict.py run=first input=<folder> output=predictions.parquet top_k=5
 from typing import TYPE_CHECKING
 
 from lockstep import launch
-from lockstep.extras.requests import with_request
+from lockstep.extras import with_request
 from train import data, module
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from torchvision.transforms.v2 import functional as F
 
 import lockstep
 from lockstep.errors import UserError
-from lockstep.extras import tables
+from lockstep.extras import output_problems, tables
 from lockstep.extras.prediction import lock_output
-from lockstep.extras.requests import output_problems
 
 pytestmark = pytest.mark.xdist_group("predict")
 CPU = ["trainer.accelerator=cpu"]

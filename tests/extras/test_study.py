@@ -15,11 +15,11 @@ from lightning.pytorch.trainer.states import RunningStage
 from omegaconf import OmegaConf
 from optuna.distributions import CategoricalDistribution, FloatDistribution
 
+from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.config import compose
 from lockstep.config.draft import sweep_name
 from lockstep.errors import UserError
 from lockstep.extras import study
-from lockstep.extras.optuna_sweeper import SweeperSteps
 from lockstep.extras.pruning import STORAGE, Pruned, Pruning
 from lockstep.extras.study import StudySweeper
 

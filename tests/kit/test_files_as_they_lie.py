@@ -456,7 +456,7 @@ def test_a_16_bit_pgm_keeps_its_shades(tmp_path, largest):
 def test_a_folder_of_images_does_not_become_one_of_torchvisions(tmp_path, monkeypatch, dataset, names):
     monkeypatch.chdir(tmp_path)
     classes(Path("photos"), *names, count=2)
-    told = rf"data.root=photos has {'cat, dog' if len(names) > 1 else '0.png, 1.png'}, not torchvision's {dataset} .* data=folder data.root=photos"
+    told = rf"data.root=photos has {'cat, dog' if len(names) > 1 else '0.png, 1.png'}: torchvision's {dataset} is not there .* data=folder data.root=photos"
     with pytest.raises(UserError, match=told):
         lockstep.train(["data=torchvision", f"data.dataset={dataset}", "data.root=photos", "trainer.accelerator=cpu"])
     assert (
@@ -470,7 +470,7 @@ def test_a_root_that_other_data_shares_gets_torchvisions(tmp_path, monkeypatch):
     (tmp_path / "MNIST/raw").mkdir(parents=True)
     monkeypatch.setattr("torchvision.datasets.MNIST.download", lambda _: (_ for _ in ()).throw(OSError("no network")))
     data = Torchvision(dataset="MNIST", root=str(tmp_path), image_size=28, cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(UserError, match=r"could not be downloaded .no network"):
+    with pytest.raises(UserError, match=r"was not downloaded .no network"):
         data.prepare()
 
 

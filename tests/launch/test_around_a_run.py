@@ -94,7 +94,9 @@ def test_results_are_printed_before_they_are_written(number, tmp_path, monkeypat
     monkeypatch.setattr(prediction.build, "evaluation_info", lambda _: metadata)
     asked = SimpleNamespace(input="a", output="out.csv", gallery=False)
     settings = SimpleNamespace(request=asked, evaluation_file=lambda _: tmp_path / "predict.json")
-    prediction.show_predictions(settings, SimpleNamespace(count=3, broken=0, output=Path("out.csv")))  # its table is complete
+    prediction.show_predictions(
+        settings, SimpleNamespace(count=3, broken=0, output=Path("out.csv"))
+    )  # its table is complete
     shown = capsys.readouterr()
     assert "out.csv" in shown.out and "The table is complete" in shown.err and "resume" not in shown.err
 

@@ -7,7 +7,7 @@ import os
 import resource
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -29,8 +29,9 @@ Within = Callable[[Path], AbstractContextManager[object]]
 def sweep(folder: Path):
     from lockstep.extras.study import StudySweeper
 
-    inside = Mock()
-    StudySweeper.sweep(SimpleNamespace(folder=folder, name="s", search=inside), [])
+    inside = Mock(side_effect=InterruptedError)
+    with suppress(InterruptedError):
+        StudySweeper.sweep(SimpleNamespace(folder=folder, name="s", search_space=inside), [])
     inside.assert_called_once()
     yield
 

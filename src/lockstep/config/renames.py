@@ -15,8 +15,6 @@ MOVED = {
     "lockstep.models.from_timm": "lockstep.kit.timm.from_timm",
     # in 0.1
     "lockstep.models.BasicNet": "project.model.BasicNet",
-    "lockstep.data.Mnist": "project.data.Mnist",
-    "lockstep.data.Cifar10": "project.data.Cifar10",
 }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +65,9 @@ def dead_worker_advice(error: BaseException) -> str | None:
     """Advice if the error reports a worker that died; None otherwise. torch reports it from the main process."""
     messages = [str(exception) for exception in chain(error) if isinstance(exception, RuntimeError)]
     reports = [message for message in messages if message.startswith("DataLoader worker (pid")]
+    functions = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+    if isinstance(error, ConnectionError | EOFError) and "rebuild_storage_fd" in functions:
+        reports = reports or ["A DataLoader worker ended while it sent a batch"]
     if not reports:
         return None
     # the first error in the chain names the signal

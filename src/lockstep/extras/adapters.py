@@ -317,8 +317,13 @@ class HuggingFace(WrappedDataset):
         import datasets
 
         where = f"data.root={self.root}"
-        with explain_root_error(self.root):  # FileNotFoundError: any other folder
-            saved: Any = datasets.load_from_disk(str(self.root))
+        with explain_root_error(self.root):
+            try:
+                saved: Any = datasets.load_from_disk(str(self.root))
+            except FileNotFoundError:  # raised for any other folder
+                raise UserError(
+                    f"{where} {folder_contents(self.root)[1]}: it is not a folder written by `save_to_disk`. Run dataset.save_to_disk({str(self.root)!r}) in Python, or set data.root=<folder>; for your own images, set data=folder {where}."
+                ) from None
         by_name = saved if isinstance(saved, dict) else {"train": saved}
         names = part_names(by_name, where)
         if "train" not in names:

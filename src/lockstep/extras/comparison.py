@@ -181,9 +181,9 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
     allowed = 0.0 if exact else tolerance
     parts = ["state_dict", "current_model_state"]
     if exact:
-        parts += ["optimizer_states", "lr_schedulers", "callbacks"]
-        if not all(run.settings.get("exact.logical_ranks") for run in (a, b)):  # which divide batches
-            parts.append("loops")  # counts the micro-batches of one process
+        batches_are_divided = all(run.settings.get("exact.logical_ranks") for run in (a, b))
+        counted = [] if batches_are_divided else ["loops"]  # counts the micro-batches of one process
+        parts += ["optimizer_states", "lr_schedulers", "callbacks", *counted]
     configs = ({key: value for key, value in run.settings.items() if key not in PLACE} for run in (a, b))
     logged = [key for run in (a, b) for key in run if key in series(run)]
     values = [{key: run.get(key) for key in (*logged, "train/steps", "train/epochs")} for run in (a, b)]

@@ -28,10 +28,10 @@ from lockstep.config.run_config import Request
 from lockstep.config.settings import Settings
 from lockstep.data.dataset import DataSet, Sound
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.extras import gallery_of
 from lockstep.extras.exported import digits, text
 from lockstep.extras.panels import encode, shown
 from lockstep.extras.render import render
-from lockstep.extras.requests import gallery_of
 from lockstep.extras.tables import Inputs, Row, input_files, list_errors, predicted_columns, write_table
 from lockstep.kit import Images
 from lockstep.kit.datamodule import DataModule

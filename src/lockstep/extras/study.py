@@ -22,12 +22,12 @@ from optuna.storages import RDBStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+from lockstep.compat.optuna_sweeper import SweeperSteps
 from lockstep.config.compose import is_group
 from lockstep.config.formatting import to_text
 from lockstep.config.project import command
 from lockstep.config.schema import RECIPES
 from lockstep.errors import RunFailed, UserError, raise_problems
-from lockstep.extras.optuna_sweeper import SweeperSteps
 from lockstep.extras.pruning import STORAGE, trial_id
 from lockstep.machine.files import locked, write_csv, write_text
 from lockstep.run import RunFolder

@@ -73,11 +73,8 @@ def advice(trainer: pl.Trainer, batches: Loaders, settings: Settings) -> OutOfMe
     count = next((count for count in larger if count.bit_count() == 1 or not is_logical), None)
     if count is None or batches.needs_whole:
         return OutOfMemory(f"{text} {batches.needs_whole or 'There is no smaller one.'} {OTHERWISE}")
-    setting = (
-        f"exact.logical_ranks={world * count} in a new run"
-        if is_logical
-        else f"trainer.accumulate_grad_batches={count}"
-    )
+    logical = f"exact.logical_ranks={world * count} in a new run"
+    setting = logical if is_logical else f"trainer.accumulate_grad_batches={count}"
     return OutOfMemory(
         f"{text} A size of {batch // (world * count)} may fit: set {setting}; the global batch stays {batch}."
     )

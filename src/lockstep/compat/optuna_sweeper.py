@@ -2,7 +2,7 @@
 
 hydra-optuna-sweeper 1.4.0rc3 offers only `OptunaSweeper`, which runs a whole sweep from its first trial. Its functions
 to parse a search space and to convert a trial into overrides are private. Remove this file when the sweeper resumes a
-study's interrupted trials, or makes these steps public: tests/extras/test_optuna_sweeper.py fails then.
+study's interrupted trials, or makes these steps public: tests/compat/test_optuna_sweeper.py fails then.
 """
 
 from collections.abc import Sequence

@@ -7,11 +7,11 @@ from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl
 from hydra_plugins.hydra_optuna_sweeper.optuna_sweeper import OptunaSweeper
 from optuna.distributions import CategoricalDistribution, IntDistribution
 
-from lockstep.extras.optuna_sweeper import SweeperSteps
+from lockstep.compat.optuna_sweeper import SweeperSteps
 
 
 def test_the_steps_are_not_public_and_a_sweep_always_begins_anew():
-    """When this fails, see whether extras/optuna_sweeper.py can go."""
+    """When this fails, see whether compat/optuna_sweeper.py can go."""
     assert {name for name in vars(OptunaSweeper) if not name.startswith("_")} == {"setup", "sweep"}
     assert "n_trials_to_go = self.n_trials" in inspect.getsource(OptunaSweeperImpl.sweep)
 
