@@ -211,7 +211,7 @@ def test_a_network_of_a_module_with_forward_takes_what_that_gives_to_it(kept, tm
 
 
 @pytest.mark.parametrize(("change", "network", "said"), [
-    ("Kept", "", "Kept is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network that its config creates"),
+    ("Kept", "", "Kept is a LightningModule, which cannot be exported as a whole: remove callbacks.exportable. scripts/export.py <run> --network=<name> exports a network that its config creates"),
     ("Kept", "nets", r"as in self.net = net \(did you mean net\?\): net. lockstep.load_model"),
     ("Kept", "net.nothing", "--network=net.nothing is not called when Kept runs on a batch.* Pass the name of a network that is called: net, net."),
     ("Backwards", "net", r"--network=net: Backwards.forward does not run on the input of this data \(.*\), so the network's input is unknown"),

@@ -252,7 +252,7 @@ class Torchvision(WrappedDataset):
             except (RuntimeError, OSError) as e:
                 error = e
         raise UserError(
-            f"data.root={self.root} {folder_contents(self.root)[1]}: torchvision's {self.dataset} is not there and was not downloaded ({read_error_text(error)}). Set data.root=<folder that contains it>, or data.source=download on a machine with a network; for your own images, set data=folder data.root={self.root}."
+            f"data.root={self.root} {folder_contents(self.root)[1]}: torchvision's {self.dataset} is not there and was not downloaded ({read_error_text(error)}). Set data.root=<folder that contains it>, or, if torchvision can download it, data.source=download on a machine with a network; for your own images, set data=folder data.root={self.root}."
         )
 
 

@@ -199,7 +199,7 @@ def compare(a: Report, b: Report, *, exact: bool, tolerance: float) -> dict[str,
         "data": list(differences(*data)),
         "log": list(log_differences(a, b, allowed)),
         "metrics": list(differences(*values, tolerance=allowed)),
-        "weights": weights if ours or theirs else ["neither run has a checkpoint to compare"],
+        "weights": weights + ["neither run has a checkpoint to compare"] * (not ours and not theirs),
     }
 
 

@@ -280,11 +280,14 @@ def argument_of(config: RunConfig, module: nn.Module, network: str) -> str:
     networks = [
         name
         for name, node in config.task.kwargs.items()
-        if isinstance(node, Mapping) and "_target_" in node and isinstance(getattr(module, name, None), nn.Module)
+        if isinstance(node, Mapping)
+        and "_target_" in node
+        and not node.get("_partial_")
+        and isinstance(getattr(module, name, None), nn.Module)
     ]
     if argument not in networks:
         raise UserError(
-            f"{config.task.target} is a LightningModule, which cannot be exported as a whole. --network=<name> exports a network that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
+            f"{config.task.target} is a LightningModule, which cannot be exported as a whole: remove callbacks.exportable. scripts/export.py <run> --network=<name> exports a network that its config creates with a `_target_` and that it stores under the argument's name, as in self.net = net{did_you_mean(argument, networks)}: {', '.join(networks) or 'it has none'}. lockstep.load_model(<run>) returns the module with its weights."
         )
     return argument
 

@@ -61,6 +61,10 @@ def required_modules(module: str, offered: Set[str] = frozenset()) -> dict[str, 
         if others := {dep.partition(".")[0] for dep in names - ours - offered} - ALLOWED - sys.stdlib_module_names:
             disallowed[path.name] = others
         queue += sorted(ours)
+    if not paths:
+        raise UserError(
+            f"{module} has no Python source, so its code cannot be exported. Move the class into a .py file."
+        )
     if package == "lockstep" and len(paths) > 1:
         disallowed[paths[module].name] = {"lockstep"}
     if disallowed:

@@ -78,6 +78,8 @@ def order(row: Row) -> float:
     """The sort key of a row in the gallery, from the first of SORTED that it has; otherwise rows keep their order."""
     key = next((name for name in SORTED if name in row), "")
     value = row.get(key, 0.0)
+    if not isinstance(value, int | float):  # a column of one's own may have this name
+        return 0.0
     return -math.inf if math.isnan(value) else -value if key == "loss" else value
 
 
@@ -167,10 +169,10 @@ class PredictionParts:
         for name in [name for name in self.masks if name in row]:
             with Image.open(self.output.parent / row[name]) as mask:
                 values[name] = Mask(np.asarray(mask))
+        image = values.pop("image", None)
         for name, drawing in json.loads(json.dumps(drawn), object_hook=decode).items():
             parts = vars(drawing)
             values[name] = DRAWN[parts.pop("kind")](**parts)
-        image = values.pop("image", None)
         return Sample(index, values, image)
 
 
@@ -319,9 +321,9 @@ def predict(settings: Settings, module: pl.LightningModule, data: Any) -> Predic
         if counts := ", ".join(f"{inline(name)} ({count:,} of {parts.count:,} rows)" for name, count in partial):
             warn(f"not every batch has these columns, so they are empty in the other rows: {counts}")
         if parts.broken:
-            bad = ((row["path"], row[ERROR]) for _, row, _ in parts.rows() if row.get(ERROR))
-            why = f"the column {ERROR} has the reasons:{list_errors(bad, parts.broken)}"
-            warn(f"{parts.broken:,} of {parts.count:,} files cannot be read; {why}")
+            # inline, so the files are closed before their folder is removed
+            why = list_errors(((row["path"], row[ERROR]) for _, row, _ in parts.rows() if row.get(ERROR)), parts.broken)
+            warn(f"{parts.broken:,} of {parts.count:,} files cannot be read; the column {ERROR} has the reasons:{why}")
         return parts
 
 

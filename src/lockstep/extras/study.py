@@ -23,7 +23,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from lockstep.compat.optuna_sweeper import SweeperSteps
-from lockstep.config.compose import is_group
+from lockstep.config.compose import config_file, is_group
 from lockstep.config.formatting import to_text
 from lockstep.config.project import command
 from lockstep.config.schema import RECIPES
@@ -103,6 +103,11 @@ class StudySweeper(SweeperSteps):
         with locked(self.folder / ".lock", f"run={self.name}: this sweep is already running. Set run=<new name>.", 0):
             space, fixed, removed = self.search_space(arguments)
             fixed = {key: value for key, value in fixed.items() if key not in ("run", "resume")}
+            raise_problems(
+                f"{group}={fixed[group]} has no file in configs/{group}, which best.yaml would refer to. Copy the file there."
+                for group in RECIPES
+                if group in fixed and not config_file(f"{group}/{fixed[group]}").is_file()
+            )
             if not space and not self.custom_search_space_extender:
                 raise UserError("there is nothing to search over. Set for example 'optim.lr=interval(1e-4,1e-2)'.")
             self.study = self.open(space)

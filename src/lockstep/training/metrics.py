@@ -60,9 +60,9 @@ class Measured(NamedTuple):
     ) -> None:
         """Adds a batch. `inputs`: the arguments of each metric."""
         exact = exact_on(module.device)
-        weight = len(loss_B) if weight_B is None else weight_B.float().sum(dtype=exact)
+        weight = len(loss_B) if weight_B is None else weight_B.sum(dtype=exact)
         weighted_B = loss_B if weight_B is None else loss_B * weight_B
-        add_to_sums(self.sums, "loss", weighted_B.float().sum(dtype=exact), weight)
+        add_to_sums(self.sums, "loss", weighted_B.sum(dtype=exact), weight)
         add_to_sums(self.sums, "count", len(loss_B), 0)
         for name, metric in self.metrics.items():
             update(metric, batch_idx, *inputs[name])
