@@ -80,7 +80,7 @@ def test_official_splits_are_used_and_val_stands_in_for_test(tmp_path):
 
 
 @pytest.mark.parametrize(("dataset", "source", "message"), [
-    ("FashionMNIST", "disk", r"has no files: torchvision's FashionMNIST is not there and was not downloaded \(.*\). Set data.root=<folder .*, or data.source=download"),
+    ("FashionMNIST", "disk", r"has no files: torchvision's FashionMNIST is not there and was not downloaded \(.*\). Set data.root=<folder .*, data.source=download"),
     ("Country211", "auto", r"data.root=.*: torchvision's Country211 is not there and was not downloaded \(.*no route.*\). Set data.root=<folder"),
     ("EuroSAT", "auto", r"torchvision.datasets.EuroSAT has no test split. Use data=folder"),
 ])  # fmt: skip
@@ -137,7 +137,7 @@ def test_classes_of_splits_are_matched_by_name(tmp_path):
 
 @pytest.mark.parametrize(("tables", "options", "message"), [
     ({"train": table()}, {"target": "idd"}, r"Column name .*idd.* not in the dataset. Current columns .*'x', 'kind', 'id'.* Set data.input and data.target"),
-    ({"train": table()}, {"root": "nowhere"}, "data.root=nowhere cannot be read: Directory nowhere not found. .* set data.root=<folder>"),
+    ({"train": table()}, {"root": "nowhere"}, "nowhere does not exist: it is not a folder written by `save_to_disk`"),
     ({"all": table(), "test": table()}, {}, "has no split `train`; it has all, test"),
     ({"train": table(x=[[0.0], None] * 10)}, {}, "x has no value in row 1 of the train part. Remove"),
     ({"train": table(kind=["b", None, "", "a"] * 5)}, {}, "kind=None in row 1 of the train part is not one of the 2 classes"),
