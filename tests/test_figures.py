@@ -28,6 +28,6 @@ METRIC = "+task.metrics.loss._target_=torchmetrics.classification.MulticlassAccu
 
 
 def test_a_name_that_is_taken_is_rejected(train):
-    with pytest.raises(UserError, match=r"`metrics` returns loss, which every task already logs"):
+    with pytest.raises(UserError, match=r"`metrics` returns loss, which every task logs"):
         train(*F1, METRIC, *SHORT)
     assert not Path("runs").exists()

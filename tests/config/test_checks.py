@@ -196,7 +196,7 @@ strategy=dp trainer.devices=2 trainer.sync_batchnorm=true compile=true
     trainer.sync_batchnorm=true has no effect under strategy=dp
     compile=true has no effect under strategy=dp
 strategy=ddp trainer.devices=2 loader.batch_size=63 trainer.precision=16-mixed checkpoint.sharded=true tf32=true
-    loader.batch_size=63 ... into 2 equal micro-batches. Set loader.batch_size=62 or 64
+    loader.batch_size=63 ... into 2 equal micro-batches ... Set loader.batch_size=62 or 64
     trainer.precision=16-mixed is not supported on a CPU ... bf16-mixed
     checkpoint.sharded=true has no effect under strategy=ddp ... checkpoint.sharded=false
     tf32=true has no effect ... on cpu ... tf32=false
@@ -214,7 +214,7 @@ strategy=fsdp trainer.precision=64-true optim=sgd optim.momentum=0 optim.fused=t
     optim.fused=true has no kernel for SGD ... Remove optim.fused
     optim.nesterov=true needs a momentum above 0
 trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 loader.repeats=5
-    loader.batch_size=64 ... 3 equal micro-batches, each a multiple of 5 samples (loader.repeats=5 ... 60 or 75
+    loader.batch_size=64 ... 3 equal micro-batches (trainer.accumulate_grad_batches for each process), each a multiple of 5 samples (loader.repeats=5 ... 60 or 75
     trainer.limit_train_batches=5 ... a multiple of 3 ... trainer.limit_train_batches=3
 trainer.accumulate_grad_batches=auto
     trainer.accumulate_grad_batches=auto is invalid ... 2

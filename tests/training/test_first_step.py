@@ -53,7 +53,7 @@ PLAIN = "~model.dropout_conv ~model.dropout_fc"
     ("task=mine task._target_=mine.Scalar", r"task=Scalar: `loss` returns shape \(\) for 64 samples; expected one number per sample, shape \(64,\)"),
     ("task=mine task._target_=mine.Wide", r"task=Wide: `loss` returns shape \(64, 10\) for 64 samples"),
     ("task=mine task._target_=mine.Column", r"task=Column: `weight` returns shape \(64, 1\) for 64 samples; expected one number per sample"),
-    ("task=mine task._target_=mine.Replaced", r"task=Replaced: `metrics` returns loss, which every task already logs"),
+    ("task=mine task._target_=mine.Replaced", r"task=Replaced: `metrics` returns loss, which every task logs"),
     ("task=mine +task.metrics.curve={_target_:mine.Curve}", r"the metric curve returns a tuple, which cannot be logged"),
     # any Task accepts any key and passes it on
     ("task=mine +task.metric.mean._target_=torchmetrics.MeanMetric", r"^task.metric is not an argument of .* \(did you mean metrics\?\)"),

@@ -166,7 +166,7 @@ def division(settings: Settings) -> Iterator[str]:
     if batch % (unit := count * multiple):
         sizes = " or ".join(str(size) for size in (batch // unit * unit, (batch // unit + 1) * unit) if size)
         detail = f", each a multiple of {multiple} samples ({reason} within a micro-batch)" if multiple > 1 else ""
-        yield f"loader.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches{detail}. Set loader.batch_size={sizes}."
+        yield f"loader.batch_size={batch} is the global batch; it cannot be divided into {count} equal micro-batches (trainer.accumulate_grad_batches for each process){detail}. Set loader.batch_size={sizes}."
 
 
 def accumulation(settings: Settings) -> Iterator[str]:

@@ -188,8 +188,8 @@ class Task(Module):
     def new_metrics(self) -> dict[str, Metric]:
         """`metrics`, and those of the config."""
         found = dict(self.metrics().items())
-        if taken := ", ".join(sorted({"loss", "count"} & {*found, *self.further_metrics})):
-            raise UserError(f"task={type(self).__name__}: `metrics` returns {taken}, which every task already logs.")
+        if taken := {"loss", "count"} & {*found, *self.further_metrics}:
+            raise UserError(f"task={type(self).__name__}: `metrics` returns {min(taken)}, which every task logs.")
         return found | {name: make(self.metric_arguments()) for name, make in self.further_metrics.items()}
 
     def measured(self, part: str) -> Measured:

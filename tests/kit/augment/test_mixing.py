@@ -8,7 +8,7 @@ from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 
 from lockstep.errors import UserError
 from lockstep.kit import Images
-from lockstep.kit.augment import Augmentation, Cutmix, Flip, Mixup, MixupOrCutmix, RandomErasing
+from lockstep.kit.augment import Augmentation, Cutmix, Flip, Mixup, MixupOrCutmix, RandomErasing, Shift
 from lockstep.kit.task import Task
 from lockstep.kit.tasks import Classification, Regression, Segmentation
 from lockstep.training.losses import partner_batch, weighted_loss
@@ -162,7 +162,7 @@ def test_masks_stay_upon_their_images(operation, size):
     ({"flip": Flip()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.flip cannot move `boxes`, float32 of shape \(64, 2, 4\), .* ~augment.flip"),
     ({"flip": Flip()}, {"target": [{"boxes": torch.zeros(2, 4), "labels": torch.zeros(2)}] * 64}, r"augment.flip cannot move `target`, list, .* ~augment.flip"),
     ({"flip": Flip()}, {"target": {"boxes": torch.zeros(64, 2, 4), "labels": torch.zeros(64, 2)}}, r"augment.flip cannot move `target`, dict"),
-    ({"flip": Flip()}, {"target": {"boxes": [torch.zeros(2, 4)] * 64}}, r"augment.flip cannot move `target`, dict"),
+    ({"by": Shift(pixels=8, mask_fill=0)}, {}, r"augment.by.pixels=8 shifts images of 8 x 10 pixels out of view"),
     ({"cut": Cutmix()}, {"boxes": torch.zeros(64, 2, 4)}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "boxes": [torch.zeros(2, 4)] * 64}, r"augment.cut cannot paste a part of `boxes`"),
     ({"cut": Cutmix()}, {"target": torch.zeros(64), "depth": torch.zeros(64, 8, 10)}, r"augment.cut cannot paste a part of `depth`"),

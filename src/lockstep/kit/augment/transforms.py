@@ -52,16 +52,19 @@ class Shift(Checked, GeometricOperation):
 
     def plan(self, height: int, width: int, draws: Draws) -> Indices:
         """The upper left corner of the result in the padded image. The shift is `pixels` minus this corner."""
+        if self.pixels >= min(height, width):
+            raise UserError(
+                f"{draws.name}.pixels={self.pixels} shifts images of {height} x {width} pixels out of view. Set fewer."
+            )
         return 2 * self.pixels - draws.below(2 * self.pixels + 1, (2,))
 
     def move(self, value_BCHW: "Tensor", plan: Indices, *, is_mask: bool) -> "Tensor":
         import torch
 
-        fill = (is_mask and self.mask_fill) or 0
-        (h, w), corner_B2 = value_BCHW.shape[-2:], to_device(value_BCHW.device, plan)
-        padded = torch.nn.functional.pad(value_BCHW, [self.pixels] * 4, value=fill)
-        index_B = torch.arange(len(corner_B2), device=padded.device)
-        return padded.unfold(2, h, 1).unfold(3, w, 1)[index_B, :, corner_B2[:, 0], corner_B2[:, 1]]
+        padded = torch.nn.functional.pad(value_BCHW, [self.pixels] * 4, value=(is_mask and self.mask_fill) or 0)
+        (h, w), corner_B2 = value_BCHW.shape[-2:], to_device(padded.device, plan)
+        every_B = torch.arange(len(corner_B2), device=padded.device)
+        return padded.unfold(2, h, 1).unfold(3, w, 1)[every_B, :, corner_B2[:, 0], corner_B2[:, 1]]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -123,12 +123,8 @@ def balanced(counts: Sequence[int] | None) -> list[float]:
 
     Raises UserError if the counts are unknown or a class has no samples.
     """
-    if counts is None:
+    if counts is None or not all(counts):
         raise UserError(
-            "task.class_weights=balanced needs the classes of the training samples, but this data does not store them as one array. Set numbers instead."
-        )
-    if not all(counts):
-        raise UserError(
-            "task.class_weights=balanced: a class has no training samples. Add some, or set numbers instead."
+            "task.class_weights=balanced needs the classes of the training samples, stored as one array, and a sample of each class. Set numbers instead."
         )
     return [sum(counts) / (len(counts) * count) for count in counts]
