@@ -55,7 +55,7 @@ def difference(reference: Report, other: Report) -> tuple[float, float, float]:
     over single tensors. Small tensors, such as biases that started at zero, differ most."""
     losses = [run.curves["train/loss"].values for run in (reference, other)]
     weights: list[dict[str, Any]] = [
-        read(r.folder / "checkpoints" / "last.ckpt").state_dict for r in (reference, other)
+        read(r.folder / "checkpoints" / "last.ckpt").values["state_dict"] for r in (reference, other)
     ]
     if len(losses[0]) != len(losses[1]) or weights[0].keys() != weights[1].keys():
         raise RuntimeError(f"{other.folder} did not run the same steps as {reference.folder}")

@@ -9,12 +9,13 @@ Before the folder is kept, all its models are compared with the trained network 
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
 from lockstep.checkpoints.finding import tested_checkpoint
-from lockstep.config.formatting import inline, shell_line
-from lockstep.config.project import command_prefix, short
+from lockstep.config.formatting import inline
+from lockstep.config.project import python
 from lockstep.errors import UserError
 from lockstep.launch.exits import after_output, exit_code
 from lockstep.machine.files import local_path
@@ -58,9 +59,8 @@ def main() -> None:
     exported = export(path, folder, formats, args.files, args.network)
     model = json.loads((exported / "model.json").read_bytes())
     reads_files = model["inputs"] is None or model["reader"]
-    python = "uv run" if command_prefix().startswith("uv run") else short(sys.executable)
     use = (
-        f"Try it: {python} {shell_line(f'{folder}/load.py')} <file>"
+        f"Try it: {python()} {shlex.quote(f'{folder}/load.py')} <file>"
         if reads_files
         else "Its README.md shows how to call it."
     )

@@ -36,7 +36,7 @@ from rich.table import Table
 
 from lockstep.checkpoints.finding import checkpoints
 from lockstep.config.compose import PLACE, key_of, to_hydra
-from lockstep.config.formatting import inline, number, shell_line, to_text, warn
+from lockstep.config.formatting import inline, number, to_text, warn
 from lockstep.config.project import command
 from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, KEYS, RECIPES
@@ -235,8 +235,12 @@ def rerun_command(run: Report, runs_dir: Path) -> str:
         dropped = (*PLACE, "init_from", *RECIPES) if is_other_run else PLACE  # what the other run started from
         words = [*start, *(o for o in words if key_of(o) not in dropped)]
     location = [] if runs_dir == Path("runs") else [f"runs_dir={to_hydra(str(runs_dir))}"]
-    line = shell_line(*shlex.split(command("train")), f"run={to_hydra(name)}", *location, *words)
-    return line or f"# {inline(name)}: its name or settings contain characters that a command cannot contain"
+    line = shlex.join([*shlex.split(command("train")), f"run={to_hydra(name)}", *location, *words])
+    return (
+        line
+        if inline(line) == line
+        else f"# {inline(name)}: its name or settings contain characters that a command cannot contain"
+    )
 
 
 def main() -> None:

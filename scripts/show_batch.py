@@ -44,13 +44,16 @@ def show(overrides: list[str], *, count: int, step: int, epoch: int, out: Path) 
     if settings.loader is None:
         raise UserError(f"{settings.cfg.data.target} creates its own batches, which this script cannot draw.")
     from lockstep import build
-    from lockstep.data.standard import global_batch
+    from lockstep.data.standard import Division, StandardLoader
     from lockstep.kit.datamodule import DataModule
 
     numbered = settings.with_pretraining_values()
     data = build.datamodule(numbered, prepared if numbered is settings else job.read_data(numbered))
     assert isinstance(data, DataModule)
-    batch, info = global_batch(data.train_dataloader(), settings.seed, epoch, step)
+    loader = StandardLoader(data.train_dataloader(), Division(seed=settings.seed))  # as one process reads
+    if step >= len(loader):
+        raise UserError(f"an epoch has {len(loader)} steps, so step {step} does not exist. Steps count from 0.")
+    batch, info = next(loader.items(settings.seed, epoch, step))
     before = data.evaluated.preprocess(data.raw("train", batch["index"]))
     after = data.augmented(data.targets.renumber("train", batch), info.places or range(0), settings.seed, epoch)
     picture(before, after, data.metadata, min(count, len(after["index"]))).save(out)

@@ -7,7 +7,7 @@ import pytest
 from in_process import end_before_the_test, report, same, state
 
 from lockstep.callbacks import FiniteLoss
-from lockstep.errors import DamagedCheckpoint, DataChanged
+from lockstep.errors import DataChanged, TrainingFailed
 
 
 def flip(path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_best_checkpoint_that_is_damaged_is_not_tested(train, run_a):
     best = Path("runs/a", run_a["checkpoint"])
     flip(best)
     end_before_the_test("a")
-    with pytest.raises(DamagedCheckpoint, match=best.name):
+    with pytest.raises(TrainingFailed, match=best.name):
         train("run=a", "resume=auto")
     assert report("a")["status"] == "failed"
     best.unlink()

@@ -27,28 +27,23 @@ def usage() -> str:
     return "\n".join([str(__doc__), *(f"  {name:{width}}  {line}" for name, line in lines.items())])
 
 
+def run(name: str, *args: str) -> None:
+    project.enter(Path.cwd())
+    if name in ("-h", "--help"):
+        print(usage())
+    elif name == "--completion":
+        print((Path(__file__).parent / "launch/completion.sh").read_text(encoding="utf-8"))
+    else:
+        path = script(name)
+        sys.argv = [str(path), *args]
+        sys.path.insert(0, str(path.parent))  # as for `python <script>`
+        runpy.run_path(str(path), run_name="__main__")
+
+
 def main() -> None:
     """Exits with the exit code of the script: 0 done, 2 invalid config or input, 1 failed while running."""
-    name, *args = sys.argv[1:] or ["--help"]
-    paths: list[Path] = []
-
     protect_streams()
-
-    def start() -> None:
-        project.enter(Path.cwd())
-        if name in ("-h", "--help"):
-            print(usage())
-        elif name == "--completion":
-            print((Path(__file__).parent / "launch/completion.sh").read_text(encoding="utf-8"))
-        else:
-            paths.append(script(name))
-
-    code = exit_code(start)
-    if not paths:
-        sys.exit(after_output(code))
-    sys.argv = [str(paths[0]), *args]
-    sys.path.insert(0, str(paths[0].parent))  # as for `python <script>`
-    runpy.run_path(str(paths[0]), run_name="__main__")
+    sys.exit(after_output(exit_code(lambda: run(*(sys.argv[1:] or ["--help"])))))
 
 
 if __name__ == "__main__":

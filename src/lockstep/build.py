@@ -140,15 +140,12 @@ def optimizer(settings: Settings, networks: Callable[[], Sequence[nn.Module]]) -
     rates = {key: node[key] for key in ("lr", "weight_decay") if key in node}
 
     def create(params: Iterable[Any]) -> Optimizer:
-        given, options = list(params), dict[str, Any]()
-        named = {id(p): (name, p) for net in reversed(networks()) for name, p in net.named_parameters()}
-        if any(p.is_meta for _, p in named.values()) and getattr(make, "keywords", {}).get("fused"):
-            options["fused"] = False  # fused optimizers do not support meta tensors
+        given = list(params)
         if "named_parameters" in takes:
-            options["named_parameters"] = [named[id(p)] for p in given]
+            named = {id(p): (name, p) for net in reversed(networks()) for name, p in net.named_parameters()}
+            made = make(named_parameters=[named[id(p)] for p in given])
         else:
-            options["params"] = optim.groups(networks()[0], given, **rates, **asked) if asked else given
-        made = make(**options)
+            made = make(params=optim.groups(networks()[0], given, **rates, **asked) if asked else given)
         made.of_config = True  # type: ignore[attr-defined]
         return optim.padded_fused(made) if ways.same_bits else made
 

@@ -184,7 +184,7 @@ def lightning_trainer(settings: Settings, **parts: Any) -> pl.Trainer:
     cfg, world, folder = settings.cfg, settings.world, settings.folder.path
     ways = arithmetic(settings)
     given = matching_kwargs("lightning.pytorch.Trainer", vars(cfg.trainer))  # a custom key is for a custom callback
-    if not isinstance(given["devices"], list) and "," not in str(given["devices"]):  # a number, not which devices
+    if not isinstance(given["devices"], list):  # a number, not which devices
         given["devices"] = world.devices
     given |= {"accelerator": world.accelerator, "num_nodes": world.nodes}
     given |= ways.trainer_arguments(given, world) | parts

@@ -31,6 +31,10 @@ class TrainingFailed(RuntimeError):
     status, exit_code = "failed", 1
     alike = False  # whether all processes raise the same error, so only rank 0 reports it
 
+    def __init__(self, message: str, *, alike: bool | None = None) -> None:
+        super().__init__(message)
+        self.alike = self.alike if alike is None else alike
+
 
 class Preempted(TrainingFailed):
     """The system announced that it will end the run. Everything that could be saved is saved."""
@@ -48,12 +52,6 @@ class Interrupted(Preempted):
 
 class SaveFailed(TrainingFailed):
     """A checkpoint or a result could not be written; earlier ones are intact."""
-
-
-class DamagedCheckpoint(TrainingFailed):
-    """A saved checkpoint is no longer complete."""
-
-    alike = True
 
 
 class FolderRemoved(TrainingFailed):
@@ -75,10 +73,6 @@ class LossNotFinite(TrainingFailed):
 
 class RendezvousFailed(TrainingFailed):
     """The processes of a run could not connect to each other."""
-
-    def __init__(self, message: str, alike: bool) -> None:
-        super().__init__(message)
-        self.alike = alike
 
 
 class ProcessDied(TrainingFailed):

@@ -4,7 +4,6 @@ A file that the user may have damaged raises a UserError that names the file.
 """
 
 import csv
-import difflib
 import json
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.errors import FolderRemoved, UserError, outcome_of
+from lockstep.errors import FolderRemoved, UserError, did_you_mean, outcome_of
 from lockstep.machine import files
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # PyYAML may be built without libyaml
@@ -43,27 +42,25 @@ def explain_damage(path: Path, advice: str) -> Iterator[None]:
         raise UserError(f"{path} is damaged: {reason}. {advice}") from None
 
 
-MOST_VALUES, DEEPEST = 1_000_000, 50  # limits of a config
+MOST_VALUES = 1_000_000  # of a config
 BUSY_S = 0.2  # an evaluation may write to the folder of a run that trains
 CONFIG_ADVICE = "Restore the file, or set run=<new name> to start over."
 ROWS_ADVICE = "Repair the file, or move it away to continue the run without its earlier rows."
 
 
-def why_not_plain(tree: Any, *, most: int = MOST_VALUES) -> str | None:
+def why_not_plain(tree: Any) -> str | None:
     """Why a saved config cannot have been written by a run; None if it can. A run writes only values.
 
     OmegaConf would resolve a `${` of an untrusted file, and YAML aliases can make a small file expand without end.
     """
-    stack, count = [(tree, 0)], 1
-    while stack:
-        node, depth = stack.pop()
-        children = [*node, *node.values()] if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
-        count += len(children)
-        if count > most or depth > DEEPEST:
-            return f"it has more than {most:,} values, or they are nested more than {DEEPEST} levels deep"
+    nodes = [tree]
+    for node in nodes:
+        children = (*node, *node.values()) if isinstance(node, dict) else node if isinstance(node, list | tuple) else ()
+        if len(nodes) + len(children) > MOST_VALUES:
+            return f"it has more than {MOST_VALUES:,} values"
         if isinstance(node, str) and ("${" in node or node == "???"):
             return f"it contains {node[:80]}, but the config of a run contains only values"
-        stack += [(child, depth + 1) for child in children]
+        nodes += children
     return None
 
 
@@ -129,7 +126,7 @@ class RunFolder:
         """config.yaml as plain values, and its text. OmegaConf takes 20 ms for a config where libyaml takes 2."""
         with explain_damage(self.config_file, CONFIG_ADVICE):
             values = yaml.load(text := files.read_text(self.config_file), LOADER)
-            if (reason := why_not_plain(values, most=max(MOST_VALUES, len(text)))) or not isinstance(values, dict):
+            if (reason := why_not_plain(values)) or not isinstance(values, dict):
                 raise ValueError(reason or "it is not a config")
         return values, text
 
@@ -158,9 +155,6 @@ class RunFolder:
         files.refuse_odd(*(path for folder in folders if folder.is_dir() for path in folder.iterdir()))
 
     # --- Files that the run writes ---
-
-    def write_config(self, text: str) -> None:
-        files.write_text(self.config_file, text)
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         files.write_json(self.report_file, dict(report))
@@ -254,10 +248,9 @@ def find_run(run: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml
         if file.is_file():
             return RunFolder(file.parent)
     names = sorted(item.path.relative_to(runs_dir).as_posix() for item in run_folders(runs_dir) if item.has_config())
-    similar = difflib.get_close_matches(str(run), names, n=3, cutoff=0.4) or names[-3:]
-    hint = f"Runs there: {', '.join(similar)}." if names else f"There are no runs in {runs_dir}/."
     reason = f"neither a checkpoint nor a run ({' or '.join(map(str, places))} is missing)"
-    raise UserError(f"{key and f'{key}='}{run}: {reason}. {hint}")
+    latest = f" Runs there: {', '.join(names[-3:]) or 'none'}."
+    raise UserError(f"{key and f'{key}='}{run}: {reason}{did_you_mean(str(run), names)}.{latest}")
 
 
 # --- Content of a run's report: the origin of the run, and the metrics that were tested ---

@@ -8,9 +8,8 @@ from unittest.mock import Mock
 import lightning.pytorch as pl
 import pytest
 import torch
-import wandb
 from lightning.fabric.utilities.distributed import _sync_ddp
-from lightning.pytorch.loggers import Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.strategies import ModelParallelStrategy, model_parallel
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
@@ -18,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep import build
-from lockstep.compat.lightning import LogsNothing, ValuesOfAllProcesses, is_open, log_by, without_anonymous_user
+from lockstep.compat.lightning import LogsNothing, ValuesOfAllProcesses, is_open, log_by
 from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
 from lockstep.machine.process import handlers_restored
@@ -113,18 +112,6 @@ def test_lightning_still_handles_sigterm(mnist, cache, monkeypatch):
         signal.signal(signal.SIGTERM, Mock())  # as a callback does
         trainer._signal_connector.teardown()
         assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_wandb_warns_about_what_lightning_passes(tmp_path, monkeypatch):
-    """When this fails, remove compat/lightning.py."""
-    warnings: list[str] = []
-    monkeypatch.setattr(wandb, "termwarn", lambda text, **_: warnings.append(text))
-    logger = WandbLogger(save_dir=str(tmp_path), mode="offline")
-    wandb.Settings(anonymous=logger._wandb_init["anonymous"])
-    assert "anonymous setting has no effect" in warnings[0]
-    without_anonymous_user(logger)
-    assert "anonymous" not in logger._wandb_init
-    without_anonymous_user(logger)  # as with a Lightning that passes none
 
 
 def test_lightnings_mesh_of_two_nodes_with_three_processes(monkeypatch):

@@ -211,7 +211,6 @@ strategy=ddp trainer.devices=3
 strategy=fsdp trainer.precision=64-true optim=sgd optim.momentum=0 optim.fused=true trainer.check_val_every_n_epoch=null
     trainer.check_val_every_n_epoch=null ... Set trainer.val_check_interval=<number of batches>
     strategy=fsdp does not support trainer.precision=64-true ... bf16-true
-    optim.fused=true has no kernel for SGD ... Remove optim.fused
     optim.nesterov=true needs a momentum above 0
 trainer.accumulate_grad_batches=3 trainer.limit_train_batches=5 loader.repeats=5
     loader.batch_size=64 ... 3 equal micro-batches (trainer.accumulate_grad_batches for each process), each a multiple of 5 samples (loader.repeats=5 ... 60 or 75

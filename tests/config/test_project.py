@@ -82,7 +82,7 @@ def programs(bouquet, monkeypatch) -> Path:
     (folder / "lockstep").write_text(f"#!{folder}/python\nfrom lockstep.__main__ import main\nmain()\n")
     for name in ("uv", "lockstep"):
         (folder / name).chmod(0o755)
-    for name in ("UV", "VIRTUAL_ENV", project.TYPED, project.VARIABLE):
+    for name in ("UV", "VIRTUAL_ENV", project.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), sysconfig.get_path("purelib")]))
@@ -92,10 +92,9 @@ def programs(bouquet, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ("../bin/python train.py", "../bin/python eval.py run=a"),
+        ("../bin/python train.py", "python eval.py run=a"),
         ("uv run train.py", "uv run eval.py run=a"),
-        ("lockstep train", "lockstep eval run=a"),
-        ("python -m lockstep train", "python -m lockstep eval run=a"),
+        ("lockstep train", "python eval.py run=a"),
         ("cd src && python ../train.py", "python ../eval.py run=a"),
     ],
 )

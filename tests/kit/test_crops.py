@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from lockstep.data.loaders import MicroBatches, Share
 from lockstep.data.parts import batch_of
-from lockstep.data.standard import global_batch
+from lockstep.data.standard import Division, StandardLoader
 from lockstep.errors import UserError
 from lockstep.extras.adapters import TorchDataset
 from lockstep.kit import Folder
@@ -134,7 +134,7 @@ def test_a_crop_is_a_function_of_its_sample_alone(root, tmp_path):
     made = module(data, repeats=2)
     whole = read(made, [3, 3, 5, 5, 0, 0])
     assert torch.equal(whole[:2], read(made, [3, 3])) and not torch.equal(whole[0], whole[1])
-    (batch, info) = global_batch(made.train_dataloader(), 0, 0, 1)
+    batch, info = next(StandardLoader(made.train_dataloader(), Division(seed=0)).items(0, 0, 1))
     after = made.augmented(batch, info.places, 0, 0)["input"]
     assert contrast(after[:, :1]) > 0.2  # what show_batch shows
 

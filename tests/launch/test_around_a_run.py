@@ -246,14 +246,7 @@ def test_sums_have_the_dtype_of_the_device_that_is_used(monkeypatch):
 ])  # fmt: skip
 def test_sgd_is_known_by_its_class(target, is_sgd):
     cfg = resolve(["strategy=fsdp", "optim=sgd", "trainer.accelerator=cpu", f"optim._target_={target}"])
-    assert (rules.why_not_fused(Settings.of(cfg, {})) is not None) == is_sgd
-
-
-def test_a_check_asks_no_optimizer_that_it_would_have_to_import():
-    sharded = ["strategy=fsdp", "optim=sgd", "trainer.accelerator=cpu", "optim.fused=true"]
-    with pytest.raises(UserError, match="no kernel for SGD"):
-        check(draft(*sharded))
-    assert check(draft(*sharded, "optim._target_=torchvision.nosuch.NotSGD")).cfg.optim.get("fused")
+    assert rules.fuses(Settings.of(cfg, {})) == (not is_sgd)
 
 
 @pytest.mark.parametrize("name", ["ema", "average"])

@@ -119,8 +119,8 @@ def test_each_rank_has_a_log_and_the_terminal_shows_rank_0(terminal):
 
 
 @pytest.mark.parametrize(("options", "said"), [
-    (["debug_rank=2", *TWO], "Set a rank of at most 1"),
-    (["debug_rank=1"], "Set a rank of at most 0"),
+    (["debug_rank=2", *TWO], "debug_rank=2 is none of the processes"),
+    (["debug_rank=1"], "debug_rank=1 is none of the processes"),
     (["debug_rank=-1"], "debug_rank=-1"),
     (["run=\u00fcber"], "needs quotes"),
 ])  # fmt: skip

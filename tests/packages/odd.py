@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -228,19 +227,6 @@ class Random(IterableDataset):
 class RandomStream(Data):
     def train_dataloader(self):
         return DataLoader(Random(), batch_size=12, num_workers=self.num_workers)
-
-
-class EndlessValidation(Data):
-    def val_dataloader(self):
-        return DataLoader(Random(10**9), batch_size=12)
-
-
-class WarnedInValidation(Validated):
-    def validation_step(self, batch, batch_idx):
-        super().validation_step(batch, batch_idx)
-        if batch_idx == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert batch_idx < 20, "it goes on"
 
 
 class Drawn:

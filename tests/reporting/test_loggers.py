@@ -150,12 +150,10 @@ def test_tensorboard_has_everything_and_each_step_once_after_a_crash(train, cras
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 13))
     assert [(e.step, e.value) for e in events.Scalars(SEEN)][-1] == (12, 12 * 48)
     assert events.Scalars("val/acc") and events.Scalars("test/acc")[-1].value == pytest.approx(found["test/acc"])
-    tables, status = (
+    page, status = (
         events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode() for name in ("report", "status")
     )
-    matrix = lockstep.load_report("a").panels["Confusion matrix"]
-    assert f"| 9 | {' | '.join(map(str, matrix.values[9]))} |" in tables.splitlines()
-    assert ("runs/a/report.html" in tables, status) == (True, "done")
+    assert ("runs/a/report.html" in page, status) == (True, "done")
     row = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     assert b"optim.lr" in row
 

@@ -45,7 +45,7 @@ def train(name: str, run: str, *more: str) -> dict:
 
 
 def weights(run: str) -> dict[str, torch.Tensor]:
-    return read(Path(f"runs/{run}/checkpoints/last.ckpt")).state_dict
+    return read(Path(f"runs/{run}/checkpoints/last.ckpt")).values["state_dict"]
 
 
 def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

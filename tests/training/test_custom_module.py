@@ -21,7 +21,7 @@ import lockstep
 from lockstep.checkpoints.finding import step_of
 from lockstep.config.checks import resolve
 from lockstep.config.settings import Settings
-from lockstep.errors import OutOfMemory, Preempted, RunFailed, TrainingFailed, UserError
+from lockstep.errors import OutOfMemory, RunFailed, TrainingFailed, UserError
 from lockstep.extras.export import export
 from lockstep.reporting.report import primary_metric
 from lockstep.training import dropout
@@ -264,14 +264,6 @@ def test_dataloaders_without_a_length(train, capsys):
     assert (report["train/steps"], report["train/epochs"]) == (8, 2)  # of 3 micro-batches each
     assert "no fixed number of steps" in capsys.readouterr().out
     assert len(Path("runs/stream/metrics.csv").read_text().splitlines()) == 1 + 8 + 1  # and the end of training
-
-
-def test_sigterm_ends_a_validation_without_a_length(train):
-    options = ["data=odd", "data._target_=odd.EndlessValidation", "trainer.max_epochs=2", "checkpoint.every_n_steps=3"]
-    with pytest.raises(Preempted, match=r"ended by SIGTERM during a validation; .*resume=auto"):
-        train("WarnedInValidation", "run=endless", "trainer.num_sanity_val_steps=0", *options)
-    assert json.loads(Path("runs/endless/report.json").read_text())["status"] == "preempted"
-    assert state("endless/checkpoints/last.ckpt")["global_step"] == 3
 
 
 def test_own_dataloaders_get_20_rows_too(train):

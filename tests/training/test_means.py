@@ -279,11 +279,13 @@ def test_masks_belong_to_samples_and_a_teacher_to_no_process(forked):
 
 
 @pytest.mark.slow
-def test_a_teacher_is_in_no_checkpoint_and_another_one_is_told(capsys, monkeypatch):
+def test_a_teacher_is_in_no_checkpoint_and_another_one_is_told(capsys, monkeypatch, forked):
     found, _, report = train("teacher", "trainer.max_epochs=1", module="Distilled")
     assert not [name for name in found if "teacher" in name]
     evaluated = lockstep.evaluate(["run=teacher", "trainer.accelerator=cpu"])
     assert (evaluated["test/square"], "WARNING" in capsys.readouterr().out) == (report["test/square"], False)
+    of_three = train("three", "trainer.max_epochs=1", *WAYS["ddp"], module="Distilled")[2]
+    assert of_three["test/square"] == pytest.approx(report["test/square"], rel=1e-6)  # drawn in an evaluation
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["means"], "SEED", 3)
         with pytest.raises(UserError, match=r"resume: the weights of the frozen network teacher differ from those"):

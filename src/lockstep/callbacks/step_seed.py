@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lockstep.strategies.base import PortableCheckpoint
 from lockstep.training import dropout
-from lockstep.training.arithmetic import StepArithmetic, completes_step, steps_done
+from lockstep.training.arithmetic import completes_step, steps_done
 from lockstep.training.seeds import StepSeeds, derive_seed, seed_generators
 
 # Hooks around a forward. Nobody draws there as a rule, so seeding for each is left out where none is used.
@@ -40,7 +40,6 @@ class StepSeed(Callback):
 
     def __init__(self, seed: int, *, masks_by_row: bool) -> None:
         self.seed, self.masks_by_row = seed, masks_by_row
-        self.arithmetic = StepArithmetic()
         self.used = set[str]()  # the hooks of AROUND that are used
         self.replaced: list[tuple[Any, str, Any]] = []  # hooks during training, with those of the instance itself
         self.deferred: list[Callable[[], Any]] = []  # to the last micro-batch of a step
@@ -143,11 +142,10 @@ class StepSeed(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, loader: int = 0
     ) -> None:
         seeds_of(trainer).begin_batch(batch_idx, loader)
-        if self.masks_by_row and isinstance(batch, dict) and "index" in batch:  # layers that stay in training mode
-            count = len(batch["index"])
-            first = trainer.global_rank * count
-            rows = strategy_of(trainer).device_rows(range(first, first + count))
-            dropout.begin(dropout.MicroBatch(self.seed, f"evaluation {loader} {batch_idx}", rows))
+        records = strategy_of(trainer).records(loader)
+        if self.masks_by_row and records and records[0].places:  # layers that stay in training mode
+            rows = strategy_of(trainer).device_rows(records[0].places)
+            dropout.begin(dropout.MicroBatch(self.seed, f"evaluation {loader}", rows))
 
     def end_batch(self, *_: Any) -> None:
         dropout.begin(None)

@@ -59,7 +59,6 @@ class Poll:
 
 WARNED, AGAIN = "preemption/warned", "rerun the command with resume=auto"
 DURING = "during the prediction; nothing was written. Rerun the command", f"during the test; {AGAIN}"
-IN_VALIDATION = f"during a validation; {AGAIN} to continue from the last checkpoint"
 
 
 @dataclass(eq=False)
@@ -91,18 +90,12 @@ class Preemption(Callback):
 
     on_predict_batch_start = cast(Any, on_test_batch_start)
 
-    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """A resumed run does not repeat a validation, so it is finished before saving, unless it may never end."""
-        if math.inf in trainer.num_val_batches and self.is_warned(trainer):
-            raise self.ended(IN_VALIDATION)
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """If rank 0, which hosts the store, loses a warned process in an evaluation, it ends like that process."""
         lost = isinstance(exception, RuntimeError) and not isinstance(exception, Preempted) and trainer.world_size > 1
-        is_endless = trainer.validating and math.inf in trainer.num_val_batches
-        evaluates = trainer.testing or trainer.predicting or is_endless
+        evaluates = trainer.testing or trainer.predicting
         if lost and evaluates and trainer.is_global_zero and process.store.check([WARNED]):
-            raise self.ended(IN_VALIDATION if is_endless else DURING[trainer.testing]) from None
+            raise self.ended(DURING[trainer.testing]) from None
 
     def ended(self, when: str) -> Preempted:
         sender = process.received[0].name if process.received else process.store.get(WARNED).decode()

@@ -110,11 +110,11 @@ class RunSummary(Callback):
         trained = sum(p.numel() for p in pl_module.parameters() if p.requires_grad)
         trained_part = f", {trained:,} trained" if trained < parameters else ""
         done = f", {steps_done(trainer)} already done" if steps_done(trainer) else ""
-        steps = total_steps(trainer)
+        steps, batches = total_steps(trainer), " and ".join(dict.fromkeys(loader.title for loader in loaders.training))
         length = "no fixed number of steps" if math.isinf(steps) else pluralize(steps, "step")
         print_line(
             f"{config.run}: {self.model} ({parameters:,} parameters{trained_part}) · {config.data.title}{self.samples()} · "
-            f"{config.strategy.name}, {replicas} · {loaders.title(trainer)} · {trainer.precision} · {length}{done}"
+            f"{config.strategy.name}, {replicas} · {batches} · {trainer.precision} · {length}{done}"
         )
         later = {module for each in trainer.callbacks for module in getattr(each, "trained_later", ())}  # type: ignore[attr-defined]
         if trainer.is_global_zero:

@@ -1,6 +1,5 @@
 """Callbacks on the weights: averaging, freezing, and digests of their bits."""
 
-import hashlib
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lockstep.data.loaders import digest_of
 from lockstep.errors import UserError
 from lockstep.machine.world import all_gather_objects
 from lockstep.run import RunFolder
@@ -181,9 +181,7 @@ class Freeze(Callback):
 
 def digest(tensor: Tensor) -> str:
     """A hash of the bits. For a sharded tensor every process must call it."""
-    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    bits = full.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.blake2b(bits.numpy().tobytes(), digest_size=8).hexdigest()
+    return digest_of(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
 
 
 class Digests(Callback):

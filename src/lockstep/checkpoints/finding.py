@@ -16,7 +16,7 @@ from lockstep.config.renames import with_moved
 from lockstep.config.run_config import Component
 from lockstep.config.schema import GROUPS, RECIPES
 from lockstep.errors import UnsafeCheckpoint, UserError
-from lockstep.machine.files import open_plain
+from lockstep.machine.files import open_plain, refuse_odd
 from lockstep.machine.world import rank_of
 from lockstep.run import RunFolder, find_run, why_not_plain
 
@@ -63,7 +63,6 @@ class Checkpoint:
     path: Path
     values: dict[str, Any]  # everything, as Lightning's hooks receive it
     config: dict[str, Any]  # of the run that saved it, under the current keys
-    state_dict: dict[str, Any]  # the weights under the module's keys; if the run averaged its weights, the average
     network: dict[str, Any] | None  # the network's arguments; None if a custom module creates its own network
     metadata: dict[str, Any]  # describes the data: classes, normalisation, ...
 
@@ -80,7 +79,7 @@ class Checkpoint:
                 "a .ckpt file from its checkpoints folder. To load other weights into a timm model, set model.checkpoint_path=<file>."
             )
         metadata = values.get("metadata") or values.get(DATA, {}).get("about", {})
-        return cls(path, values, with_moved(config), values["state_dict"], values.get("network"), metadata)
+        return cls(path, values, with_moved(config), values.get("network"), metadata)
 
     def component(self, group: str) -> Component:
         return Component.of(self.config[group] or {})
@@ -188,10 +187,7 @@ def is_checkpoint(path: Path) -> bool:
 def checkpoint_paths(run_dir: Path) -> list[Path]:
     """The checkpoints of a run, complete or not."""
     folder = run_dir / "checkpoints"
-    if folder.is_symlink():
-        raise UserError(
-            f"{folder} is a link; a run folder must not contain links. Remove it, or link the whole run folder."
-        )
+    refuse_odd(folder)
     last = [folder / "last.ckpt", folder / "last.ckpt.old"]  # a kill between two renames leaves only `.old`
     return [*[path for path in last if path.exists()][:1], *folder.glob("best-step-*.ckpt")]
 
@@ -249,10 +245,8 @@ def checkpoint_of_report(run_dir: Path) -> Path:
 
 def complete_checkpoint(path: Path, key: str) -> Path:
     """`path` with links resolved, if it is a complete checkpoint. Raises UserError otherwise."""
-    if path.is_symlink() and RunFolder(path.absolute().parent.parent).has_config():
-        raise UserError(
-            f"{key}={path} is a link; a run folder must not contain links. Pass the path that it points to."
-        )
+    if RunFolder(path.absolute().parent.parent).has_config():
+        refuse_odd(path)
     path = Path(os.path.realpath(path)) if path.is_symlink() else path  # may be a link to itself
     if not is_checkpoint(path):
         raise UserError(

@@ -30,7 +30,6 @@ from lockstep.compat.lightning import load_epoch_means, save_epoch_means, save_l
 from lockstep.config.compose import dotted
 from lockstep.config.run_config import RunConfig
 from lockstep.errors import (
-    DamagedCheckpoint,
     FolderRemoved,
     SaveFailed,
     TrainingFailed,
@@ -42,7 +41,6 @@ from lockstep.machine import files
 from lockstep.training.arithmetic import steps_done
 from lockstep.training.module import changed_frozen
 
-LAST = "last.ckpt"
 Write = Callable[[dict[str, Any], Path], None]
 log = logging.getLogger("lockstep")
 
@@ -216,7 +214,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return
         folder, logged = Path(str(self.dirpath)), trainer.callback_metrics
         if self.monitor not in logged:  # config/checks.py rejects what is known before the run starts
-            trainer.save_checkpoint(folder / LAST, weights_only=False)
+            trainer.save_checkpoint(folder / "last.ckpt", weights_only=False)
             LastCheckpoint.wait(trainer)
             raise TrainingFailed(
                 f"checkpoint.monitor={self.monitor} is not logged by {type(pl_module).__name__}, which logs {', '.join(sorted(logged)) or 'nothing'}. Set "
@@ -369,7 +367,8 @@ class Position(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         interval, accumulate = trainer.val_check_batch, trainer.accumulate_grad_batches
-        if interval is not None and interval != float("inf") and interval % accumulate:
+        ends = None, math.inf, trainer.num_training_batches  # of an epoch, which complete a step
+        if interval not in ends and interval % accumulate:
             raise UserError(
                 f"trainer.val_check_interval={trainer.val_check_interval} would validate after {interval} micro-batches, within a "
                 f"step of {accumulate}. Set a multiple: trainer.val_check_interval={accumulate * max(1, int(interval) // accumulate)}."
@@ -455,15 +454,16 @@ class LastCheckpoint(Checkpoint):
 
 
 def best_checkpoint(trainer: Trainer) -> str | None:
-    """The checkpoint to test: the best by `checkpoint.monitor`; the last if nothing was validated. Raises DamagedCheckpoint."""
+    """The checkpoint to test: the best by `checkpoint.monitor`; the last if nothing was validated. Raises TrainingFailed: it is damaged."""
     # Lockstep's callbacks, not a user's
     best_paths = [c.best_model_path for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)]
     last_paths = [str(c.path) for c in trainer.checkpoint_callbacks if isinstance(c, LastCheckpoint)]
     path = next((path for path in (*best_paths, *last_paths) if path and Path(path).exists()), None)
     is_complete = path is None or not trainer.is_global_zero or is_checkpoint(Path(path))  # rank 0 reads it for all
     if not trainer.strategy.broadcast(is_complete):
-        raise DamagedCheckpoint(
+        raise TrainingFailed(
             f"{path} was damaged after it was saved and cannot be tested. Restore it from a copy, or move it away to test the last "
-            "checkpoint instead; then rerun the command with resume=auto."
+            "checkpoint instead; then rerun the command with resume=auto.",
+            alike=True,
         )
     return path

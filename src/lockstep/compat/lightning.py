@@ -1,7 +1,7 @@
 """Private names of Lightning, each with the reason and when to remove it."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
@@ -11,9 +11,6 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch.distributed.device_mesh import DeviceMesh
 
 from lockstep.machine.world import all_gather_objects
-
-if TYPE_CHECKING:
-    from lightning.pytorch.loggers import WandbLogger
 
 # --- Loaders begin at a known position ---
 #
@@ -162,16 +159,6 @@ def without_sigterm_handler(trainer: pl.Trainer) -> None:
     conn: Any = trainer._signal_connector
     conn.register_signal_handlers = lambda: setattr(conn, "_original_handlers", conn._get_current_signal_handlers())
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-
-# --- W&B's setting `anonymous` ---
-#
-# Lightning 2.6.6 passes anonymous=None to wandb.init, and wandb 0.31 warns about any value of it. Remove this when
-# either stops: tests/compat/test_lightning.py::test_wandb_warns_about_what_lightning_passes fails then.
-
-
-def without_anonymous_user(logger: "WandbLogger") -> None:
-    logger._wandb_init.pop("anonymous", None)
 
 
 # --- One data-parallel mesh over all processes ---

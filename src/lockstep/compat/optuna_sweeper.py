@@ -5,12 +5,10 @@ to parse a search space and to convert a trial into overrides are private. Remov
 study's interrupted trials, or makes these steps public: tests/compat/test_optuna_sweeper.py fails then.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from hydra_plugins.hydra_optuna_sweeper._impl import OptunaSweeperImpl, create_params_from_overrides
 from optuna.distributions import BaseDistribution
-from optuna.trial import Trial
 
 
 class SweeperSteps(OptunaSweeperImpl):
@@ -21,12 +19,7 @@ class SweeperSteps(OptunaSweeperImpl):
         space, fixed, removed = create_params_from_overrides([*self._parse_sweeper_params_config(), *arguments])
         return space, fixed, removed
 
-    def overrides_of(
-        self, trials: list[Trial], space: dict[str, BaseDistribution], fixed: dict[str, Any], removed: list[str]
-    ) -> Sequence[Sequence[str]]:
-        """Each trial's overrides; the sampler chooses its values here."""
-        overrides: Sequence[Sequence[str]] = self._configure_trials(trials, space, fixed, removed)
-        return overrides
+    overrides_of = OptunaSweeperImpl._configure_trials  # each trial's overrides; the sampler chooses its values here
 
     def grid(self, space: dict[str, BaseDistribution]) -> dict[str, list[Any]]:
         return {name: list(self._to_grid_sampler_choices(distribution)) for name, distribution in space.items()}

@@ -93,27 +93,15 @@ def task(settings: Settings) -> Iterator[str]:
         # With weights from a checkpoint, groups may be absent: the train.py of that run may have built the objects itself.
         if argument in required and not (settings.weights or getattr(cfg, group)):
             yield f"{group}=none, but {title} requires `{argument}`. Choose one with {group}=<name>."
-    if "replaces" not in cfg.task:
-        yield from replaced_group_errors(
-            settings, [group for argument, group in GIVEN.items() if argument not in required]
-        )
+    replaced = cfg.task.get("replaces", [group for argument, group in GIVEN.items() if argument not in required])
+    if groups := [group for group in OPTIONAL if group in replaced and getattr(cfg, group)]:
+        options = " ".join(f"{group}=none" for group in groups) if "replaces" in cfg.task else "task=lightning_module"
+        yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]; or let its constructor take net, optimizer and scheduler, or pass them on: super().__init__(**given)."
     if cfg.task.get("metrics") and not shipped and "metrics" not in (parameters(cfg.task.target) or {}):
         yield f"task.metrics has no effect: the constructor of {title} takes no `metrics`."
     if settings.spec.is_sharded and not cfg.optim:
         reason = f"needs an optimizer from the group optim with strategy={cfg.strategy.name}, but {title} creates its own. Set strategy=ddp"
         yield from settings.conflicts({"exact.logical_ranks": reason})
-
-
-def replacing_groups(settings: Settings) -> Iterator[str]:
-    """Groups that have no effect with task=lightning_module. Its config lists them, so no class is imported."""
-    yield from replaced_group_errors(settings, settings.cfg.task.get("replaces", ()))
-
-
-def replaced_group_errors(settings: Settings, replaced: Collection[str]) -> Iterator[str]:
-    cfg = settings.cfg
-    if groups := [group for group in OPTIONAL if group in replaced and getattr(cfg, group)]:
-        options = " ".join(f"{group}=none" for group in groups) if "replaces" in cfg.task else "task=lightning_module"
-        yield f"{', '.join(groups)} would have no effect: {cfg.task.target} has its own. Set {options}, or begin its config with defaults: [lightning_module]; or let its constructor take net, optimizer and scheduler, or pass them on: super().__init__(**given)."
 
 
 def unused_overrides(settings: Settings) -> Iterator[str]:
@@ -135,22 +123,13 @@ def step_problems(settings: Settings, samples: int, test_batches: int) -> Iterat
     limit = trainer.limit_test_batches  # of the others, Lightning reports it before training
     if isinstance(limit, float) and limit and int(limit * test_batches) == 0:
         yield f"trainer.limit_test_batches={limit} of {test_batches} leaves no batches to test. Set a larger number."
-    interval = trainer.val_check_interval
     batches, total = settings.epoch_batches(samples), settings.total_steps(samples)
-    if not batches:
-        yield f"trainer.limit_train_batches={trainer.limit_train_batches} leaves no batches to train in an epoch. Set a larger number."
-        return
-    warmup = settings.cfg.schedule.get("warmup_steps")
-    if isinstance(warmup, int) and warmup >= total:
-        yield f"schedule.warmup_steps={warmup} must be below the run's {total:g} steps. Set a smaller number."
     least = {
         "min_epochs": (trainer.min_epochs or 0) * (batches // trainer.accumulate_grad_batches),
         "min_steps": trainer.min_steps or 0,
     }
     for key in (key for key, steps in least.items() if steps > total):
         yield f"trainer.{key}={getattr(trainer, key)} is more than the run's {total:g} steps allow. Set a smaller number, or a larger trainer.max_epochs or trainer.max_steps."
-    if isinstance(interval, int) and interval > batches and trainer.check_val_every_n_epoch is not None:
-        yield f"trainer.val_check_interval={interval} is more than the {batches} batches of an epoch. Set a smaller number, or trainer.check_val_every_n_epoch=null to count batches across epochs."
 
 
 # --- All rules ---
@@ -163,7 +142,6 @@ EVALUATION: dict[Rule, tuple[str, ...]] = {
     rules.strategy: (),
     data: ("data",),
     rules.loading: ("data", "augment"),
-    replacing_groups: (),
     task: ("task",),
     rules.processes: (),
 }

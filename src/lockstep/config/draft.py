@@ -98,12 +98,12 @@ class Draft:
         group = key.rpartition(".")[0]
         return OmegaConf.select(self.tree, group) if group else self.tree
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return plain(self.node(key, default))
+    def get(self, key: str) -> Any:
+        return plain(self.node(key))
 
-    def node(self, key: str, default: Any = None) -> Any:
+    def node(self, key: str) -> Any:
         """A node with unresolved references. They resolve to keys of the tree that it is inserted into."""
-        return OmegaConf.select(self.tree, key, default=default)
+        return OmegaConf.select(self.tree, key)
 
     def replace(self, values: Mapping[str, Any], merge: Collection[str] = (), without: Iterable[str] = ()) -> "Draft":
         """A copy with `values` at dotted keys. Values of keys in `merge` are merged; keys in `without` are removed."""

@@ -1,7 +1,6 @@
 """Formatting of values and names in messages."""
 
 import re
-import shlex
 import sys
 import unicodedata
 from collections.abc import Sequence
@@ -63,12 +62,6 @@ def readable(text: str) -> str:
 def inline(text: object) -> str:
     """Untrusted text, such as a file name, as part of a line: newlines and tabs are escaped as well."""
     return readable(str(text)).replace("\n", "\\n").replace("\t", "\\t")
-
-
-def shell_line(*words: str) -> str | None:
-    """A shell command with each word quoted; None if a word has characters that a line cannot show."""
-    line = shlex.join(words)
-    return line if inline(line) == line else None
 
 
 def print_error(text: str) -> None:

@@ -64,11 +64,9 @@ def create_object(component: Component, key: str, **kwargs: Any) -> Any:
         raise UserError(str(e) if names_a_key else f"{key}{separator}{e}") from None
     except TypeError as e:
         # The class may have passed a key on, through **kwargs, to a callee without such a parameter; a shipped one may need a key there.
-        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(e))
-        missing = re.search(r"missing \d+ required .*?'(\w+)'", str(e))
-        passed_on = arguments.keys() - (named or {}).keys()
-        if (unexpected and unexpected[1] in passed_on) or (missing and component.is_shipped):
-            raise UserError(f"{key}.{(unexpected or missing)[1]}: {e}.") from None  # type: ignore[index]
+        name = re.search(r"(?:unexpected keyword argument|missing \d+ required .*?) '(\w+)'", str(e))
+        if name and (component.is_shipped or name[1] in arguments.keys() - (named or {}).keys()):
+            raise UserError(f"{key}.{name[1]}: {e}.") from None
         raise
 
 
@@ -96,7 +94,7 @@ def data_set_problems(data: Component) -> Iterator[str]:
 def create_data(data: Component, loader: Loader) -> Any:
     """Creates a data set without its dataloaders. Its class gets the keys of `loader` that are among its parameters."""
     raise_problems(data_set_problems(data))
-    return create_object(data, "data", **targets.matching_kwargs(data.target, vars(loader)))
+    return create_offered(data, "data", vars(loader))
 
 
 # Arguments of a LightningModule's constructor that come from elsewhere if it requires them, and the group of each.

@@ -13,7 +13,6 @@ import tomllib
 import traceback
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from lockstep import CONFIGS, PACKAGE, TEMPLATE
 from lockstep.errors import UserError
 
 VARIABLE = "LOCKSTEP_PROJECT"  # the project's root, for child processes; empty if there is no project
-TYPED = "LOCKSTEP_TYPED"  # the result of `command_prefix` in the parent process
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ def enter(folder: Path) -> None:
 
 def environment() -> dict[str, str]:
     """Environment variables for child processes."""
-    return {VARIABLE: str(current().root or ""), TYPED: command_prefix()}
+    return {VARIABLE: str(current().root or "")}
 
 
 def make_importable() -> None:
@@ -137,16 +135,10 @@ def is_user_code_error(error: BaseException) -> bool:
     return False
 
 
-def command_prefix() -> str:
-    """The start of the running command, before its script: `uv run`, `python`, `lockstep`, or their paths."""
-    if TYPED in os.environ:
-        return os.environ[TYPED]
-    python, *arguments = sys.orig_argv
+def python() -> str:
+    """How this process's Python is typed: `uv run`, `python` or its path."""
     by_uv = "UV" in os.environ and os.environ.get("VIRTUAL_ENV") == sys.prefix  # both set by `uv run`
-    if arguments and Path(arguments[0]).name == "lockstep":
-        return "uv run lockstep" if by_uv else short(arguments[0])
-    module = " -m lockstep" if ("-m", "lockstep") in pairwise(arguments) else ""
-    return ("uv run" if by_uv else short(python)) + module
+    return "uv run" if by_uv else short(sys.executable)
 
 
 def short(program: str) -> str:
@@ -156,10 +148,8 @@ def short(program: str) -> str:
 
 
 def command(name: str) -> str:
-    """The command that runs a job or script, with the same start as the running command."""
-    root, prefix = current().root, command_prefix()
-    if prefix.endswith("lockstep"):
-        return f"{prefix} {name}"
+    """The command that runs a job or script of this project."""
+    root, prefix = current().root, python()
     for script in (root / f"{name}.py", root / "scripts" / f"{name}.py") if root else ():
         if script.is_file():
             return f"{prefix} {shlex.quote(min(os.path.relpath(script), str(script), key=len))}"

@@ -8,7 +8,7 @@ from lockstep.config.formatting import to_text
 from lockstep.config.instantiate import has_base
 from lockstep.config.settings import Settings
 from lockstep.config.validators import is_devices
-from lockstep.machine.world import accelerator_of, available, number_from_env, why_no_gpu
+from lockstep.machine.world import available, number_from_env, why_no_gpu
 
 # Keys that `exact.logical_ranks` excludes, with the reasons. In training and evaluation:
 DIFFERS = "computes differently under each strategy or on each kind of GPU, which is incompatible with {exact}. Remove one of them"
@@ -198,36 +198,26 @@ def length(settings: Settings) -> Iterator[str]:
             yield f"trainer.min_{unit}={low} is more than trainer.max_{unit}={high}. Remove one of them."
 
 
-def why_not_fused(settings: Settings) -> str | None:
-    """Why the optimizer cannot be fused: the second half of a sentence that starts with `optim.fused=true`."""
-    cfg, exact, is_sharded = settings.cfg, settings.cfg.exact.logical_ranks, settings.spec.is_sharded
-    if exact and accelerator_of(str(cfg.trainer.accelerator)) == "cpu":
-        return None  # training/arithmetic.py
-    if exact and is_sharded:
-        return f"has not been tested on GPU shards, so it is not supported with exact.logical_ranks={exact}"
-    if cfg.optim.target not in SGD and not has_base(cfg.optim, "optim", SGD[1]):
-        return None
-    if is_sharded:
-        return f"has no kernel for SGD on the shards of strategy={cfg.strategy.name} (torch 2.13)"
-    if cfg.optim.get("dampening"):
-        return "has no kernel for SGD with dampening that supports a parameter's first gradient in a later step (torch 2.13)"
-    return None
+def fuses(settings: Settings) -> bool:
+    """Whether `optim.fused=auto` fuses. torch 2.13 has no fused SGD for shards, and none with dampening for a first gradient in a later step."""
+    optim, exact = settings.cfg.optim, settings.cfg.exact.logical_ranks
+    if exact:  # training/arithmetic.py fuses on CPUs; shards on GPUs have not been tested
+        return settings.world.accelerator == "cpu"
+    is_sgd = optim.target in SGD or has_base(optim, "optim", SGD[1])
+    return not (is_sgd and (settings.spec.is_sharded or optim.get("dampening")))
 
 
 def optimizer_node(settings: Settings) -> dict[str, Any]:
     """The `optim` node, with `fused: auto` resolved for the strategy of this process."""
     node = settings.cfg.optim.node
-    if node.get("fused") != "auto":
-        return node
-    # With exact.logical_ranks, all strategies compute as they do on shards.
-    is_untested = settings.cfg.exact.logical_ranks and accelerator_of(str(settings.cfg.trainer.accelerator)) != "cpu"
-    return {**node, "fused": why_not_fused(settings) is None and not is_untested}
+    return {**node, "fused": fuses(settings)} if node.get("fused") == "auto" else node
 
 
 def optimizer(settings: Settings) -> Iterator[str]:
-    optim, trainer = settings.cfg.optim, settings.cfg.trainer
-    if optim.get("fused") is True and (reason := why_not_fused(settings)):
-        yield f"optim.fused=true {reason}. Remove optim.fused."
+    optim, trainer, exact = settings.cfg.optim, settings.cfg.trainer, settings.cfg.exact.logical_ranks
+    on_gpu_shards = settings.spec.is_sharded and settings.world.accelerator != "cpu"
+    if optim.get("fused") is True and exact and on_gpu_shards:
+        yield "optim.fused=true has not been tested on GPU shards with exact.logical_ranks. Remove optim.fused."
     if optim.get("nesterov") is True and "momentum" in optim and not optim.get("momentum"):
         yield "optim.nesterov=true needs a momentum above 0. Set optim.momentum=0.9, or optim.nesterov=false."
     if optim.get("no_decay") is True and "weight_decay" in optim and not optim.get("weight_decay"):

@@ -205,10 +205,10 @@ class RunConfig:
 
         return cls(**{name: part(name, value) for name, value in values.items()}, values=values)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str) -> Any:
         """The value of `<key>` or `<group>.<key>`."""
         group, _, name = key.partition(".")
-        return self.values[group].get(name, default) if name else self.values[group]
+        return self.values[group].get(name) if name else self.values[group]
 
     def replace(self, values: Mapping[str, Any]) -> "RunConfig":
         """A copy with new values of dotted keys."""

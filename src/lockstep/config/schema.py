@@ -67,7 +67,7 @@ OF_COMPONENTS: dict[str, Validator] = {
     "model.checkpoint_path": PATH.or_null(),
     "strategy.name": TEXT,
     "strategy.bucket_cap_mb": number(0, 25, above=True, high=1e6),
-    "strategy.comm_hook": one_of("fp16", "bf16", "powersgd", None),
+    "strategy.comm_hook": one_of("fp16", "bf16", None),
     "strategy.timeout_s": validators.TIMEOUT,
     "strategy.blocks": CLASS_NAMES.or_word("auto"),
 }

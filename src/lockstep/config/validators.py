@@ -79,7 +79,7 @@ def is_devices(v: Any) -> bool:
         return v == -1 or v > 0
     if isinstance(v, list):
         return len(v) > 0 and all(type(i) is int and i >= 0 for i in v) and len(set(v)) == len(v)
-    return v == "auto" or bool(re.fullmatch(r"\d+(,\d+)*,?", str(v)))
+    return bool(v == "auto")
 
 
 def is_duration(v: Any) -> bool:

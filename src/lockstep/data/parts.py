@@ -168,10 +168,7 @@ class Targets:
                 batch = {**batch, "target": (target := target.long())}
         if indices is None or target is None:
             return batch
-        names = self.metadata[key]
-        if not isinstance(target, Tensor):
-            raise UserError(f"the {part} part cannot be renumbered. Number its {key} as in {join_names(names)}.")
-        return {**batch, "target": renumbered(target, indices, key, len(names))}
+        return {**batch, "target": renumbered(target, indices, key, len(self.metadata[key]))}
 
 
 def class_counts(dataset: DataSet, split: Split, metadata: Mapping[str, Any], numbering: Any) -> dict[str, list[int]]:

@@ -28,6 +28,7 @@ from lockstep.data.loaders import (
 )
 from lockstep.data.sampler import key_of
 from lockstep.errors import TrainingFailed, UserError
+from lockstep.machine.world import all_gather_objects
 
 log = logging.getLogger("lockstep")
 
@@ -44,7 +45,8 @@ class Division(ShareSpec):
     reload_every: int = 0  # epochs after which the Trainer makes a new loader; 0: never
     number: Callable[[Any], int] = lambda _: 0  # index of a loader among those that train together
     waited: Callable[[float], None] = lambda _: None  # receives the seconds that training waited for a batch
-    agree: Callable[[str], bool] = lambda _: True  # whether all processes pass the same text; all must call it
+    # whether all processes pass the same text; all must call it
+    agree: Callable[[str], bool] = lambda text: len({*all_gather_objects(text)}) == 1
 
     @property
     def share_spec(self) -> ShareSpec:
@@ -294,14 +296,6 @@ class StandardLoader(WrappedLoader):
 
     def close(self) -> None:
         self.reader, self.due.shares = None, iter(())
-
-
-def global_batch(loader: DataLoader[Any], seed: int, epoch: int, step: int) -> tuple[Any, MicroBatchInfo]:
-    """What one process reads at a step of an epoch. Raises UserError if the epoch has fewer steps."""
-    alone = StandardLoader(loader, Division(seed=seed))
-    if step >= len(alone):
-        raise UserError(f"an epoch has {len(alone)} steps, so step {step} does not exist. Steps count from 0.")
-    return next(alone.items(seed, epoch, step))
 
 
 def wrapped_loaders(loaders: Any) -> list[WrappedLoader]:

@@ -152,13 +152,9 @@ class UndividedLoader(ComparedLoader):
         return False
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
-        for batch in islice(self.apart(seed, epoch), done, None):
-            yield batch, MicroBatchInfo(1.0, digest_of(batch) if self.undecided else "", None)
-
-    def apart(self, seed: int, epoch: int) -> Iterator[Any]:
         take = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.given).reader(lambda: self.given)
-        while batches := take(1):
-            yield from batches
+        for (batch,) in islice(iter(lambda: take(1), []), done, None):
+            yield batch, MicroBatchInfo(1.0, digest_of(batch) if self.undecided else "", None)
 
 
 def wrap_loader(loader: Any, division: Division) -> WrappedLoader:

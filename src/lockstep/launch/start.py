@@ -157,10 +157,8 @@ def start_evaluation(job: Job, asked: Draft, overrides: list[str]) -> dict[str, 
 def debug_problems(world: World) -> Iterator[str]:
     """Why `debug_rank` cannot have the terminal."""
     rank = process.debug_rank
-    if rank is not None and (world.external or world.nodes > 1):
-        yield "debug_rank needs processes that Lockstep starts on one machine. Remove it, or run without torchrun and srun."
-    elif rank is not None and rank >= world.size:
-        yield f"debug_rank={rank}: the run has {world.size} processes. Set a rank of at most {world.size - 1}."
+    if rank is not None and (world.external or world.nodes > 1 or rank >= world.size):
+        yield f"debug_rank={rank} is none of the processes that Lockstep starts on one machine; this run has {world.size}. Remove it."
 
 
 def execute(job: Job, settings: Settings, data: "DataSet | None") -> None:

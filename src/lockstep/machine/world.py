@@ -301,12 +301,9 @@ def all_gather_objects(value: Any) -> list[Any]:
 
 def device_count(devices: int | str | list[int], accelerator: str, *, one_device: bool) -> int:
     """The number of devices for `trainer.devices`: auto, -1, a number, or a list of device ids."""
-    if devices == "auto":
-        return 1 if one_device else available(accelerator) or 1
-    if isinstance(devices, int) or (isinstance(devices, str) and "," not in devices):
-        return int(devices) if int(devices) != -1 else available(accelerator) or 1
-    ids = devices.split(",") if isinstance(devices, str) else devices
-    return len([device_id for device_id in ids if str(device_id).strip()])
+    if devices in ("auto", -1):
+        return 1 if devices == "auto" and one_device else available(accelerator) or 1
+    return devices if isinstance(devices, int) else len(devices)
 
 
 def world_of(

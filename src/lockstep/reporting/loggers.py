@@ -21,7 +21,6 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lockstep.compat.lightning import without_anonymous_user
 from lockstep.config.compose import dotted
 from lockstep.config.project import is_user_code_error
 from lockstep.config.run_config import RunConfig
@@ -181,19 +180,7 @@ class MetricsCsv(Logger):
         self.log.append({"step": step, **{name: float(value) for name, value in metrics.items()}})
 
 
-# --- TensorBoard: it cannot show report.html, so it gets the path and the tables as text ---
-
-
-def markdown(panel: Any) -> str:
-    """A table, or the counts of a confusion matrix."""
-    if hasattr(panel, "rows"):
-        columns, rows = panel.columns, panel.rows
-    else:
-        columns, rows = ["", *panel.names], [(name, *row) for name, row in zip(panel.names, panel.values, strict=True)]
-    texts = [[f"{cell.value:.4f}" if hasattr(cell, "value") else str(cell) for cell in row] for row in rows]
-    lines = [columns, ["---"] * len(columns), *texts]
-    table = "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
-    return f"### {panel.title}\n{panel.note}\n\n{table}"
+# --- TensorBoard: it cannot show report.html, so it gets its path ---
 
 
 class TensorBoard(TensorBoardLogger):
@@ -212,9 +199,8 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def on_run_end(self, end: RunEnd) -> None:
-        tables = [markdown(panel) for panel in end.panels if hasattr(panel, "rows") or hasattr(panel, "values")]
         if end.page:
-            self.experiment.add_text("report", "\n\n".join([f"Full report: {end.page}", *tables]), end.step)
+            self.experiment.add_text("report", f"Full report: {end.page}", end.step)
         self.experiment.add_text("status", f"{end.status}: {end.error}" if end.error else end.status, end.step)
 
 
@@ -288,7 +274,6 @@ def wandb(
     identity: dict[str, Any] = {"project": project, "entity": entity, "group": group, "name": run, "id": id}
     logger = Wandb(**identity, tags=list(tags), save_dir=str(run_dir), resume="allow", mode=mode, settings=settings)
     logger.log_model = log_model
-    without_anonymous_user(logger)
     return logger
 
 

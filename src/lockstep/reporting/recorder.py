@@ -25,7 +25,7 @@ from lockstep.config.run_config import RunConfig
 from lockstep.config.settings import Settings
 from lockstep.errors import Outcome, UserError, outcome_of, raise_problems
 from lockstep.machine import process
-from lockstep.machine.files import make_folder
+from lockstep.machine.files import make_folder, write_text
 from lockstep.machine.world import peak_bytes
 from lockstep.reporting.console import log_to_file, show_run
 from lockstep.reporting.loggers import Background, end_run
@@ -128,7 +128,7 @@ class Recorder(pl.Callback):
         folder.path.mkdir(parents=True, exist_ok=True)
         make_folder(folder.checkpoints)
         self.closes_log.enter_context(log_to_file(folder.log_file))
-        folder.write_config(as_yaml(self.config.replace({"resume": None})))
+        write_text(folder.config_file, as_yaml(self.config.replace({"resume": None})))
         folder.write_report(self.report)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

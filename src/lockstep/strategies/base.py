@@ -21,10 +21,10 @@ from torchmetrics import Metric
 from lockstep.checkpoints.finding import POSITION, leaves
 from lockstep.checkpoints.weights import load_into, make_plain, materialize, sharded_like
 from lockstep.compat.torch import tell_first_call
+from lockstep.data.loaders import MicroBatchInfo
 from lockstep.data.standard import Division, WrappedLoader, wrapped_loaders
 from lockstep.data.streams import wrap_loader
 from lockstep.errors import UserError
-from lockstep.machine.world import all_gather_objects
 from lockstep.strategies.agreement import require_same_names, require_same_values
 from lockstep.strategies.batch_norm import synchronise
 from lockstep.training.arithmetic import StepArithmetic, completes_step, scale_gradients, steps_done
@@ -117,10 +117,6 @@ ONLY_WEIGHTS = "Pass init_from=<checkpoint> to start a new run from its weights.
 OF_THIS_PROCESS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def processes_agree(text: str) -> bool:
-    return len({*all_gather_objects(text)}) == 1
-
-
 def call_step(step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Lightning would take a StopIteration of a user's step for the end of the epoch."""
     try:
@@ -163,7 +159,7 @@ class DividedBatches(Strategy):
         trainer, loop = self.lightning_module.trainer, self.lightning_module.trainer.fit_loop
         if isinstance(dataloader, WrappedLoader):
             return dataloader
-        options: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size, "agree": processes_agree}
+        options: dict[str, Any] = {"rank": trainer.global_rank, "world": trainer.world_size}
         if trainer.training:
             self.training_loaders = None
             epochs: Any = loop.epoch_progress.current
@@ -235,21 +231,22 @@ class DividedBatches(Strategy):
             self.training_loaders = wrapped_loaders(self.lightning_module.trainer.train_dataloader)
         return [loader for loader in self.training_loaders if micro_batch in loader.batch_info]
 
+    def records(self, loader: int) -> list[MicroBatchInfo]:
+        """Of the current micro-batch, in each loader that reports it."""
+        trainer = self.lightning_module.trainer
+        if trainer.training:
+            return [item.batch_info[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
+        parts = trainer.val_dataloaders, trainer.test_dataloaders, trainer.predict_dataloaders
+        chosen = wrapped_loaders(parts[trainer.testing + 2 * trainer.predicting])[loader : loader + 1]
+        # the last one that was read, if nothing reads ahead
+        return [max(each.batch_info.items())[1] for each in chosen if each.length and each.batch_info]
+
     def samples(self, loader: int) -> int | None:
         """The number of this process's samples in the current batch; None if no user's loader reports it.
 
         0 if the process has none and computes other samples in their place.
         """
-        trainer = self.lightning_module.trainer
-        if trainer.training:
-            records = [item.batch_info[self.micro_batch] for item in self.loaders_of(self.micro_batch)]
-        else:  # the last batch that was read, if nothing reads ahead
-            loaders = wrapped_loaders(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
-            records = [
-                item.batch_info[max(item.batch_info)]
-                for item in loaders[loader : loader + 1]
-                if item.batch_info and item.length
-            ]
+        records = self.records(loader)
         if records and not any(record.weight for record in records):
             return 0
         return len(records[0].places) if len(records) == 1 and records[0].places is not None else None

@@ -10,7 +10,6 @@ several by that much.
 """
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +17,9 @@ from torch.nn import functional as F
 
 from lockstep.compat.torch import without_masks
 from lockstep.errors import UserError
+from lockstep.training.losses import SumOverProcesses
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
-
-class SumOverProcesses(torch.autograd.Function):
-    """An all-reduce with a gradient: the gradient of each process's addend is the sum of all processes' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return SumOverProcesses.apply(grads[0])
 
 
 class GlobalBatchNorm(nn.BatchNorm2d):

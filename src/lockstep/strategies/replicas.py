@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lockstep.strategies.base import PortableCheckpoint, networks_of
 from lockstep.strategies.rendezvous import rendezvous
@@ -112,7 +113,7 @@ class DDP(PortableCheckpoint, DDPStrategy):
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
             timeout=self.timeout,
-            **communication_hook(comm_hook),
+            ddp_comm_hook=getattr(default_hooks, f"{comm_hook}_compress_hook") if comm_hook else None,
         )
 
     def setup_environment(self) -> None:
@@ -189,16 +190,3 @@ class DDP(PortableCheckpoint, DDPStrategy):
         finally:
             del module.forward
         module.zero_grad()
-
-
-def communication_hook(name: str | None) -> dict[str, Any]:
-    """Arguments of DDPStrategy for a hook that compresses gradients for the all-reduce."""
-    if name is None:
-        return {}
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if name != "powersgd":
-        return {"ddp_comm_hook": getattr(default_hooks, f"{name}_compress_hook")}
-    # Vogels et al., "PowerSGD" (2019); exact for the first 1,000 steps, as torch's documentation advises
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
-    return {"ddp_comm_hook": powerSGD_hook.powerSGD_hook, "ddp_comm_state": state}

@@ -61,10 +61,6 @@ class Loaders:
         """Whether all batches are divided among the processes."""
         return {loader.batch_scope for loader in self.training} == {"a share"}
 
-    def title(self, trainer: pl.Trainer) -> str:
-        """The description of the batches in the first lines of a run's output."""
-        return " and ".join(dict.fromkeys(loader.title for loader in self.training))
-
     @property
     def notes(self) -> list[str]:
         """Notes on what limits Lockstep's promises or is ignored."""

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
-
-DIMENSIONS = 8  # at most, of a tensor that is gathered
+from lockstep.machine.world import all_gather_objects
 
 # --- The samples of a batch or of an output: a tensor, or dicts, lists and tuples of tensors ---
 
@@ -124,42 +123,36 @@ def weighted_loss(task: Any, output: Any, batch: Batch) -> tuple[Tensor, Tensor 
 # --- Losses between samples: each process computes with the rows of all of them ---
 
 
-class GatheredRows(torch.autograd.Function):
-    """Concatenates the rows of all processes. Its backward sums their gradients with respect to the rows of each.
+class SumOverProcesses(torch.autograd.Function):
+    """An all-reduce with a gradient: the gradient of each process's addend is the sum of all processes' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)  # autograd may pass a gradient to others
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return SumOverProcesses.apply(grads[0])
+
+
+def gather_rows(x_B: Tensor, rank: int) -> tuple[Tensor, slice]:
+    """The rows of all processes, and which of them are this process's. Raises UserError if their shapes differ.
 
     The strategy averages gradients over processes, so a process may compute the loss of its own samples, or of all.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x_B: Tensor, rank: int, sizes: list[int]) -> Tensor:
-        ctx.rank, ctx.sizes = rank, sizes
-        padded = torch.cat([x_B, x_B.new_zeros(max(sizes) - len(x_B), *x_B.shape[1:])])  # all_gather needs equal shapes
-        parts_B = [torch.empty_like(padded) for _ in sizes]
-        torch.distributed.all_gather(parts_B, padded)
-        return torch.cat([part_B[:size] for part_B, size in zip(parts_B, sizes, strict=True)])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        gradient_N = gradients[0].clone(memory_format=torch.contiguous_format)  # autograd may pass it to others
-        torch.distributed.all_reduce(gradient_N)
-        return gradient_N.split(ctx.sizes)[ctx.rank], None, None
-
-
-def gather_rows(x_B: Tensor, rank: int, world: int) -> tuple[Tensor, slice]:
-    """The rows of all processes, and which of them are this process's. Raises UserError if their shapes differ."""
-    shape = torch.tensor([x_B.dim(), *x_B.shape, *[0] * (DIMENSIONS - x_B.dim())], device=x_B.device)
-    shapes = torch.stack([torch.empty_like(shape) for _ in range(world)])
-    torch.distributed.all_gather([*shapes], shape)
-    rows = [tuple(each[1 : 1 + each[0]]) for each in shapes.tolist()]
-    if len({each[1:] for each in rows}) > 1:
+    shapes = all_gather_objects(tuple(x_B.shape))
+    if len({shape[1:] for shape in shapes}) > 1:
         raise UserError(
-            f"self.gather got tensors of the shapes {', '.join(map(str, rows))} in the processes. Pad the samples to one shape in `__getitem__`, or "
+            f"self.gather got tensors of the shapes {', '.join(map(str, shapes))} in the processes. Pad the samples to one shape in `__getitem__`, or "
             "train in one process."
         )
-    sizes = [each[0] for each in rows]
-    begin = sum(sizes[:rank])
-    rows_N: Tensor = GatheredRows.apply(x_B.contiguous(), rank, sizes)  # type: ignore[no-untyped-call]
-    return rows_N, slice(begin, begin + sizes[rank])
+    sizes = [shape[0] for shape in shapes]
+    begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
+    before, after = (x_B.new_zeros(count, *x_B.shape[1:]) for count in (begin, sum(sizes) - end))
+    return SumOverProcesses.apply(torch.cat([before, x_B, after])), slice(begin, end)  # type: ignore[no-untyped-call]
 
 
 # --- The targets of a task, and checks of what a user's class returns or overrides ---

@@ -18,7 +18,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import v2
 
 from lockstep import Arrays
-from lockstep.data.keyed import Generators
+from lockstep.data.keyed import DEFAULTS, Generators, differ, generators_in
 from lockstep.data.loaders import concatenate
 from lockstep.data.standard import Division
 from lockstep.data.streams import wrap_loader
@@ -235,6 +235,34 @@ def test_generators_are_found_wherever_an_object_holds_them(form):
         draw()
         assert found.each(len(state_B), lambda: state_B, lambda place, draw=draw: draw() if place == 1 else 0) == first
     assert len(found.used) == len(holder.draws())
+
+
+@pytest.mark.parametrize("bits", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("pending", [False, True])
+def test_the_state_of_a_generator_changes_with_each_draw_and_comes_back(bits, pending):
+    own, others = generators_in(*DEFAULTS), (np.random.Generator(bits(1)), np.random.RandomState(1), random.Random(1))
+    draws = (
+        lambda: torch.rand(3).tolist(), np.random.rand, random.random, others[0].random, others[1].randn, others[2].random,
+        lambda: random.gauss(0, 1), np.random.randn, lambda: np.random.binomial(10, 0.3),
+    )  # fmt: skip
+    generators = [*own, *generators_in(*others)]
+    twister = np.random.get_bit_generator()
+    np.random.set_bit_generator(twister if bits is np.random.MT19937 else bits(2))
+    try:
+        for _ in range(1 + pending):  # the first of a pair of normal numbers leaves the second
+            random.gauss(0, 1)
+            np.random.randn()
+        for draw in draws:
+            before = [generator.state() for generator in generators]
+            assert not any(differ(a, generator.state()) for a, generator in zip(before, generators, strict=True))
+            first = draw()
+            changed = [differ(a, generator.state()) for a, generator in zip(before, generators, strict=True)]
+            assert sum(changed) == 1
+            for old, generator in zip(before, generators, strict=True):
+                generator.restore(old)
+            assert draw() == first
+    finally:
+        np.random.set_bit_generator(twister)
 
 
 def test_what_is_drawn_later_is_read_again_with_a_seed():
