@@ -265,21 +265,14 @@ def test_the_error_of_a_job_is_recorded_by_its_run_alone(train, run_a, monkeypat
     assert [report(run)["status"] for run in "ab"] == ["running", "failed"]  # an evaluation says nothing of the run
 
 
-TWO = "trainer.accumulate_grad_batches=2"
-
-
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("run=a +optim.foo=1", "foo"),
         ("run=a optim=sgd optim.momentum=0", "momentum"),
         ("run=a trainer.limit_train_batches=0.001", "check 0.001 of the `train_dataloader`"),
         ("run=a trainer.limit_test_batches=0.1", "limit_test_batches=0.1 of 1 leaves no batches to test"),
-        ("run=a trainer.limit_val_batches=0.1", "val_dataloader` but 0.1 . 1 < 1"),
-        ("run=a trainer.val_check_interval=13", r"`val_check_interval` .13. must be less than or equal to"),
         ("run=a trainer.min_steps=50", "trainer.min_steps=50 is more than the run's 12 steps"),
-        (f"run=a {TWO} trainer.val_check_interval=0.3", "after 7 micro-batches, within a step of 2"),
-        (f"run=a {TWO} trainer.val_check_interval=5", r"val_check_interval=5 counts micro-batches .* Set trainer.val_check_interval=4"),
+        ("run=a trainer.accumulate_grad_batches=2 trainer.val_check_interval=5", r"=5 counts micro-batches .* Set trainer.val_check_interval=4"),
         ("run=a data.root=nowhere data.source=disk", r"data.root=nowhere does not exist.*train-images-idx3-ubyte.gz"),
         ("run=a loader.batch_size=100000", r"more than the 576 training images.*loader.batch_size=576"),
         ("run=a resume=auto trainer.devices=abc", r"^trainer\.devices=abc is invalid"),

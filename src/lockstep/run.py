@@ -241,16 +241,17 @@ def find_run(run: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml
     """The run with this name that has the file `needs`. Without a config `key`, `run` may also be the path of a run.
 
     Raises:
-        UserError: there is no such run; the message lists similar runs, or else the last ones.
+        UserError: there is no such run; the message suggests a similar one and lists the last ones.
     """
     places = [Path(folder, run) / needs for folder in ((runs_dir,) if key else (runs_dir, ""))]
     for file in places:
         if file.is_file():
             return RunFolder(file.parent)
     names = sorted(item.path.relative_to(runs_dir).as_posix() for item in run_folders(runs_dir) if item.has_config())
-    reason = f"neither a checkpoint nor a run ({' or '.join(map(str, places))} is missing)"
-    latest = f" Runs there: {', '.join(names[-3:]) or 'none'}."
-    raise UserError(f"{key and f'{key}='}{run}: {reason}{did_you_mean(str(run), names)}.{latest}")
+    reason = (
+        f"neither a checkpoint nor a run ({' or '.join(map(str, places))} is missing){did_you_mean(str(run), names)}"
+    )
+    raise UserError(f"{key and f'{key}='}{run}: {reason}. Runs there: {', '.join(names[-3:]) or 'none'}.")
 
 
 # --- Content of a run's report: the origin of the run, and the metrics that were tested ---

@@ -20,7 +20,7 @@ from torch.torch_version import TorchVersion
 from lockstep import ROOT
 from lockstep.checkpoints import finding, saving, weights
 from lockstep.checkpoints.saving import AtomicCheckpointIO, ModelCheckpoint
-from lockstep.errors import SaveFailed
+from lockstep.errors import SaveFailed, UserError
 from lockstep.machine import files
 
 LONG_S = 60.0  # a test that waits so long has failed
@@ -225,7 +225,7 @@ def made(folder, mode: str, top: int) -> ModelCheckpoint:
 
 
 def names(paths) -> list[int]:
-    return sorted(int(str(path).rpartition("-")[2].removesuffix(".ckpt")) for path in paths)
+    return sorted(int(Path(path).stem.rpartition("-")[2]) for path in paths)
 
 
 @pytest.mark.parametrize(("mode", "top"), product(["min", "max"], [1, 2, 3, -1]))
@@ -257,6 +257,15 @@ def test_a_checkpoint_names_no_file_to_remove_but_a_best_checkpoint_of_this_run(
     kept = {name: (1.0, 1.0), "best-step-3.ckpt": (1.0, 1.0), "best-step-2.ckpt": (0.5, 1.0)}
     callback.load_state_dict({"kept": kept})
     assert list(callback.best_k_models) == [callback.best_model_path] == [str(tmp_path / "best-step-2.ckpt")]
+
+
+def test_only_the_end_of_an_epoch_may_complete_a_step_before_a_validation():
+    begin = saving.Position(None, {}).on_train_start
+    trainer = Mock(val_check_batch=10, num_training_batches=10, accumulate_grad_batches=4)
+    begin(trainer, None)
+    trainer.num_training_batches = 20
+    with pytest.raises(UserError, match="after 10 micro-batches, within a step of 4"):
+        begin(trainer, None)
 
 
 @pytest.mark.parametrize("typed", ["task.monitor=null", "checkpoint.monitor=null trainer.limit_val_batches=0"])

@@ -132,13 +132,6 @@ class MaskedNet(Net):
         return Net.features(self, series_BCT * (torch.rand_like(series_BCT) > 0.5), there_BT)
 
 
-class SampledNet(MaskedNet):
-    """Draws in evaluations only, as a diffusion model that is sampled."""
-
-    def features(self, series_BCT, there_BT):
-        return (Net if self.training else MaskedNet).features(self, series_BCT, there_BT)
-
-
 class GraphNet(nn.Module):
     def __init__(self):
         super().__init__()

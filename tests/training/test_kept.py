@@ -52,8 +52,8 @@ def last(run: str) -> dict:
 def test_a_callback_keeps_hooks_of_its_own_instance(monkeypatch):
     calls, callback = [], LambdaCallback(on_train_batch_end=lambda *_: calls.append(1))
     own, seeds = vars(callback)["on_train_batch_end"], StepSeed(0, masks_by_row=False)
-    strategy = SimpleNamespace(seeds=SimpleNamespace(reseed=lambda *_: None), micro_batch=0)
-    seeds.arithmetic = LogicalRanks(4)
+    reseed = SimpleNamespace(reseed=lambda *_: None)
+    strategy = SimpleNamespace(seeds=reseed, micro_batch=0, arithmetic=LogicalRanks(4))
     trainer = SimpleNamespace(callbacks=[callback], accumulate_grad_batches=4, strategy=strategy, global_step=0)
     trainer.lightning_module = SimpleNamespace(automatic_optimization=True)
     for _ in range(2):

@@ -49,7 +49,6 @@ class StepSeed(Callback):
 
         Lightning's strategies with several processes seed again, as before the module's constructor; that of one does not.
         """
-        self.arithmetic = strategy_of(trainer).arithmetic
         seed_generators(derive_seed(self.seed, "setup"), trainer.strategy.root_device.type)
         for holder in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             for hook in TRANSFER:
@@ -65,7 +64,7 @@ class StepSeed(Callback):
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         users = [each for each in (pl_module, *callbacks) if not type(each).__module__.startswith("lockstep.")]
         self.used = {hook for hook in AROUND for each in users if is_overridden(hook, each)}
-        if self.arithmetic.same_bits and trainer.accumulate_grad_batches > 1:
+        if strategy_of(trainer).arithmetic.same_bits and trainer.accumulate_grad_batches > 1:
             for each, hook in ((each, hook) for each in users for hook in ONCE if is_overridden(hook, each)):
                 self.replace(each, hook, self.once_per_step(getattr(each, hook), hook, trainer))
         # Lightning skips what it cannot call, in 0.1 us; an empty hook takes 1.8 us, and a step has some 60
@@ -124,7 +123,7 @@ class StepSeed(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         seeds_of(trainer).step("update")
-        self.arithmetic.after_backward(pl_module)
+        strategy_of(trainer).arithmetic.after_backward(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         dropout.begin(None)
@@ -142,8 +141,8 @@ class StepSeed(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, loader: int = 0
     ) -> None:
         seeds_of(trainer).begin_batch(batch_idx, loader)
-        records = strategy_of(trainer).records(loader)
-        if self.masks_by_row and records and records[0].places:  # layers that stay in training mode
+        records = strategy_of(trainer).records(loader) if self.masks_by_row else []
+        if records and records[0].places:  # layers that stay in training mode
             rows = strategy_of(trainer).device_rows(records[0].places)
             dropout.begin(dropout.MicroBatch(self.seed, f"evaluation {loader}", rows))
 

@@ -138,13 +138,12 @@ def is_user_code_error(error: BaseException) -> bool:
 def python() -> str:
     """How this process's Python is typed: `uv run`, `python` or its path."""
     by_uv = "UV" in os.environ and os.environ.get("VIRTUAL_ENV") == sys.prefix  # both set by `uv run`
-    return "uv run" if by_uv else short(sys.executable)
+    return "uv run" if by_uv else short(Path(sys.executable))
 
 
-def short(program: str) -> str:
+def short(program: Path) -> str:
     """A program's name if the shell finds it under that name, else its path."""
-    path, name = Path(program), Path(program).name
-    return name if shutil.which(name) in (program, str(path.absolute())) else shlex.quote(program)
+    return program.name if shutil.which(program.name) == str(program) else shlex.quote(str(program))
 
 
 def command(name: str) -> str:
@@ -154,7 +153,7 @@ def command(name: str) -> str:
         if script.is_file():
             return f"{prefix} {shlex.quote(min(os.path.relpath(script), str(script), key=len))}"
     exe = Path(sys.executable).with_name("lockstep")
-    start = "uv run lockstep" if prefix == "uv run" else short(str(exe)) if exe.is_file() else f"{prefix} -m lockstep"
+    start = "uv run lockstep" if prefix == "uv run" else short(exe) if exe.is_file() else f"{prefix} -m lockstep"
     return f"{start} {name}"
 
 

@@ -26,7 +26,6 @@ EXACT_TRAINING = {
     "strategy.find_unused_parameters": ADDED,
 }
 SCHEDULES = "lockstep.kit.schedules."
-ENDLESS = (f"{SCHEDULES}constant",)  # schedules that do not depend on the length of the run
 SGD = ("torch.optim.SGD", "torch.optim.sgd.SGD")  # torch's SGD is recognised without importing it, unlike subclasses
 COUNTED = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "val_check_interval")  # in batches
 
@@ -188,7 +187,7 @@ def length(settings: Settings) -> Iterator[str]:
         yield "trainer.check_val_every_n_epoch=null counts batches across epochs. Set trainer.val_check_interval=<number of batches> as well."
     schedule = settings.cfg.schedule.target
     is_endless = trainer.max_epochs == trainer.max_steps == -1
-    if is_endless and schedule.startswith(SCHEDULES) and schedule not in ENDLESS:
+    if is_endless and schedule.startswith(SCHEDULES) and schedule != f"{SCHEDULES}constant":
         yield "schedule: the schedule needs the run's number of steps. Set trainer.max_epochs=<n> or trainer.max_steps=<n>, or schedule=constant."
     if trainer.limit_train_batches == 0:
         yield "trainer.limit_train_batches=0 trains nothing. To evaluate a run, use eval with run=<name> instead of train."

@@ -24,7 +24,6 @@ NUMPY: np.random.RandomState = np.random.rand.__self__  # type: ignore[attr-defi
 PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 WORDS = 625  # of 32 bits: the state of a Mersenne Twister and its position
 DEFAULTS = (torch.default_generator, NUMPY, PYTHON)
-TORCH = 0  # the index of torch's default generator
 KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -37,13 +36,13 @@ class Generator(NamedTuple):
     tells: bool = True
 
 
-def differ(old: Any, new: Any) -> bool:
-    return not torch.equal(old, new) if isinstance(old, torch.Tensor) else bool(old != new)
-
-
 def generator_of(value: Any) -> Generator | None:
     if isinstance(value, torch.Generator):
-        return Generator(value.manual_seed, value.get_state, value.set_state)
+        return Generator(
+            value.manual_seed,
+            lambda: bytes(value.get_state().numpy()),  # compared in 0.1 us, a tensor in 6 us
+            lambda old: value.set_state(torch.frombuffer(bytearray(old), dtype=torch.uint8)),
+        )
     if isinstance(value, np.random.Generator):
         bits, set_state = value.bit_generator, partial(setattr, value.bit_generator, "state")
         # pickled: it may hold arrays, whose comparison is not one bool
@@ -59,8 +58,8 @@ def generator_of(value: Any) -> Generator | None:
     return None
 
 
-# The default generators of NumPy and Python are read before and after each batch: their own methods take 33 us and 8 us,
-# copying their memory 0.5 us.
+# The default generators of NumPy and Python are read before and after each batch: their own methods take 66 us and 12 us,
+# copying their memory 2.7 us and 1.6 us. A batch that draws nothing costs 35 us with it, 146 us without.
 
 
 def memory_of(value: Any, kind: Any) -> bytes:
@@ -142,7 +141,7 @@ class Generators:
         return generators
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"holder": self.holder, "used": set(), "is_first": True}
+        return vars(Generators(self.holder))
 
     def each(self, count: int, states: Callable[[], NDArray[np.uint64]], make: Callable[[int], Any]) -> list[Any]:
         """Calls `make` for each index below `count`, with random numbers derived from its entry of `states`.
@@ -161,10 +160,10 @@ class Generators:
         asked = set[int]()
         try:
             while True:
-                with tell_initial_seed(lambda: asked.add(TORCH)):
+                with tell_initial_seed(lambda: asked.add(0)):  # torch's default generator
                     result = self.seeded(states(), make) if self.used else [make(index) for index in range(count)]
                 unused = {*range(len(self.all))} - self.used
-                drawn = {index for index in unused if differ(previous_states[index], self.all[index].state())}
+                drawn = {index for index in unused if previous_states[index] != self.all[index].state()}
                 drawn |= asked & unused
                 if not drawn:
                     return result

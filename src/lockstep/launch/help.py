@@ -80,9 +80,10 @@ class Shown:
         if name in GROUPS:
             yield f"{name}: choose with {name}={'[<option>,...]' if name in SEVERAL else '<option>'}"
         for option in configs.options(name) if name in GROUPS else ():
-            lines = configs.config_file(f"{name}/{option}").read_text(encoding="utf-8").splitlines()
-            header = [line for line in takewhile(lambda line: line.startswith("#"), lines) if "@package" not in line]
-            node = configs.dotted(option_node(f"{name}/{option}"), name)
+            text = configs.config_file(f"{name}/{option}").read_text(encoding="utf-8")
+            comments = takewhile(lambda line: line.startswith("#"), text.splitlines())
+            header = [line for line in comments if "@package" not in line]
+            node = configs.dotted(yaml.load(text, LOADER) or {}, name)
             classes = [value for key, value in node.items() if key.endswith("_target_")]
             yield entry(f"  {option}", " ".join(line.lstrip("# ") for line in header or classes), 22)
             if name in SEVERAL and f"{name}.defaults" not in node:  # those of all options: a run may have several
@@ -117,10 +118,6 @@ def entry(name: str, text: str, indent: int) -> str:
 
 
 # --- Comments in configs/ ---
-
-
-def option_node(config: str) -> dict[str, Any]:
-    return yaml.load(configs.config_file(config).read_bytes(), LOADER) or {}
 
 
 def comments_of(config: str) -> dict[str, str]:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lockstep.data.dataset import Batch
 from lockstep.errors import UserError
-from lockstep.machine.world import all_gather_objects
 
 # --- The samples of a batch or of an output: a tensor, or dicts, lists and tuples of tensors ---
 
@@ -138,17 +137,18 @@ class SumOverProcesses(torch.autograd.Function):
         return SumOverProcesses.apply(grads[0])
 
 
-def gather_rows(x_B: Tensor, rank: int) -> tuple[Tensor, slice]:
+def gather_rows(x_B: Tensor, rank: int, world: int) -> tuple[Tensor, slice]:
     """The rows of all processes, and which of them are this process's. Raises UserError if their shapes differ.
 
     The strategy averages gradients over processes, so a process may compute the loss of its own samples, or of all.
     """
-    shapes = all_gather_objects(tuple(x_B.shape))
+    shape = torch.tensor([*x_B.shape, *[-1] * (8 - x_B.dim())], device=x_B.device)  # at most 8 dimensions
+    every = shape.new_empty(world, 8)
+    torch.distributed.all_gather([*every], shape)
+    shapes = [tuple(size for size in each if size >= 0) for each in every.tolist()]
     if len({shape[1:] for shape in shapes}) > 1:
-        raise UserError(
-            f"self.gather got tensors of the shapes {', '.join(map(str, shapes))} in the processes. Pad the samples to one shape in `__getitem__`, or "
-            "train in one process."
-        )
+        given = f"self.gather got tensors of the shapes {', '.join(map(str, shapes))} in the processes"
+        raise UserError(f"{given}. Pad the samples to one shape in `__getitem__`, or train in one process.")
     sizes = [shape[0] for shape in shapes]
     begin, end = sum(sizes[:rank]), sum(sizes[: rank + 1])
     before, after = (x_B.new_zeros(count, *x_B.shape[1:]) for count in (begin, sum(sizes) - end))

@@ -225,7 +225,7 @@ class Module(pl.LightningModule):
         if trainer.world_size == 1:
             return x_B
         has_samples = self.batch_weight != 0
-        rows_N, own = gather_rows(x_B if has_samples else x_B[:0], trainer.global_rank)
+        rows_N, own = gather_rows(x_B if has_samples else x_B[:0], trainer.global_rank, trainer.world_size)
         strategy.gathered = (len(rows_N), own) if has_samples else None
         return rows_N
 
