@@ -110,9 +110,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Waits]:
     monkeypatch.setattr(nn.Module, "_apply", apply)
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr(FakeTensor, "numpy", numpy, raising=False)
-    monkeypatch.setattr(
-        FakeTensor, "__deepcopy__", lambda self, _: self.clone(), raising=False
-    )  # torch's sets a storage
+    # torch's sets a storage
+    monkeypatch.setattr(FakeTensor, "__deepcopy__", lambda self, _: self.clone(), raising=False)
+    monkeypatch.setattr("lockstep.data.keyed.generators_in", lambda *_: [])  # their states have no bytes
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     waits = Waits()

@@ -70,17 +70,11 @@ CASES = {
 
 def waited(folder: Path, given: list[str], monkeypatch, *more: pl.Callback) -> list[str]:
     """Of a run of six micro-batches and one of validation."""
-    shape = ["trainer.limit_train_batches=6", "trainer.limit_val_batches=1", "trainer.enable_checkpointing=false"]
-    shape += [
-        "loader.num_workers=0",
-        "trainer.num_sanity_val_steps=0",
-        "loader.eval_batch_size=64",
-        "trainer.max_epochs=1",
-        f"runs_dir={folder}",
-        "run=a",
-        "data.image_size=32",
-    ]
-    cfg = config_of(*given, *shape)
+    shape = (
+        "trainer.limit_train_batches=6 trainer.limit_val_batches=1 trainer.enable_checkpointing=false loader.num_workers=0 "
+        "trainer.num_sanity_val_steps=0 loader.eval_batch_size=64 trainer.max_epochs=1 run=a data.image_size=32"
+    )
+    cfg = config_of(*given, *shape.split(), f"runs_dir={folder}")
     with fake_gpu(monkeypatch) as waits:
         settings = Settings(cfg, World("cpu", 1, 1, "single"))
         build.process(settings)
