@@ -248,10 +248,8 @@ def find_run(run: str | Path, runs_dir: str | Path, *, needs: str = "config.yaml
         if file.is_file():
             return RunFolder(file.parent)
     names = sorted(item.path.relative_to(runs_dir).as_posix() for item in run_folders(runs_dir) if item.has_config())
-    reason = (
-        f"neither a checkpoint nor a run ({' or '.join(map(str, places))} is missing){did_you_mean(str(run), names)}"
-    )
-    raise UserError(f"{key and f'{key}='}{run}: {reason}. Runs there: {', '.join(names[-3:]) or 'none'}.")
+    given = f"{key and f'{key}='}{run}: neither a checkpoint nor a run ({' or '.join(map(str, places))} is missing)"
+    raise UserError(f"{given}{did_you_mean(str(run), names)}. Runs there: {', '.join(names[-3:]) or 'none'}.")
 
 
 # --- Content of a run's report: the origin of the run, and the metrics that were tested ---

@@ -40,7 +40,7 @@ def generator_of(value: Any) -> Generator | None:
     if isinstance(value, torch.Generator):
         return Generator(
             value.manual_seed,
-            lambda: bytes(value.get_state().numpy()),  # compared in 0.1 us, a tensor in 6 us
+            lambda: bytes(value.get_state().numpy()),  # torch.equal takes 6 us, bytes of this length 0.1 us
             lambda old: value.set_state(torch.frombuffer(bytearray(old), dtype=torch.uint8)),
         )
     if isinstance(value, np.random.Generator):
@@ -59,7 +59,7 @@ def generator_of(value: Any) -> Generator | None:
 
 
 # The default generators of NumPy and Python are read before and after each batch: their own methods take 66 us and 12 us,
-# copying their memory 2.7 us and 1.6 us. A batch that draws nothing costs 35 us with it, 146 us without.
+# copying their memory 2.7 us and 1.6 us. A batch that draws nothing costs 18 us so, 107 to 149 us by their methods.
 
 
 def memory_of(value: Any, kind: Any) -> bytes:
