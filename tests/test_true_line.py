@@ -40,11 +40,12 @@ def test_a_loss_between_samples_needs_one_padding(project):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_records_of_parts_are_compared_with_that_of_the_whole(dim):
-    whole = torch.randn(6, 4, 3, dtype=torch.float64)
+def test_the_records_of_parts_are_compared_with_that_of_the_whole(dim, monkeypatch):
+    monkeypatch.setattr(comparison, "AT_ONCE", 24)
+    whole = torch.randn(6, 1, 1, 12, dtype=torch.float64).movedim(3, 1)
     parts = [[comparison.sketch(part)] for part in whole.split(2, dim)]
     assert not compare.differ([comparison.sketch(whole)], parts, 1e-12)
-    whole[3, 2, 1] += 1e-3
+    whole[3, 2] += 1e-3
     assert compare.differ([comparison.sketch(whole)], parts, 1e-12)
 
 

@@ -257,7 +257,7 @@ def test_keys_that_do_not_fit_are_told_at_once_with_what_does():
     wrong = told("mine.Net", witdh=4, rate="fast", kind="high", layers=[1, "two"], folder=3)
     assert [problem.partition("; expected")[0] for problem in wrong] == [
         "model.witdh is not an argument of mine.Net (did you mean width?); it accepts in_channels, num_classes, width, rate, kind, layers, folder, "
-        "odd, anything.",
+        "odd, anything, name.",
         "model.rate=fast is invalid", "model.kind=high is invalid", "model.layers=[1, 'two'] is invalid", "model.folder=3 is invalid",
         "model.width is missing: mine.Net needs it. Set +model.width=<value>. The data and the task provide in_channels, num_classes.",
     ]  # fmt: skip

@@ -43,13 +43,13 @@ def test_metrics_come_first_then_settings_that_differ_then_classes(tmp_path, mon
         optim = {"lr": lr, "_target_": f"torch.optim.{'AS'[number]}"}
         write_run(tmp_path / f"runs/sweep/{number}", acc=0.905 + number / 50, config={"optim": optim})
     page = page_of(tmp_path, monkeypatch=monkeypatch)
-    assert headings(page) == ["run", "status", "val/acc", "test/acc", "steps", "images/s", "time", "lr", "optim"]
+    assert headings(page) == ["run", "status", "val/acc", "test/acc", "steps", "images/s", "time", "optim.lr", "optim"]
     assert ">1e-05<" in page and ">0.0003<" in page  # all digits of a setting
     assert ">92.50%<" in page and re.findall(r'<tr data-run="(\S+)" class="best"', page) == ["sweep/1"]
     assert 'href="runs/sweep/1/report.html"' in page
     assert page.count("<path") == 2 * 4  # of two metrics, over steps and over samples
     chosen = page_of(tmp_path, "sweep/1", monkeypatch=monkeypatch, out="deep.html")
-    assert "lr" not in headings(chosen)
+    assert "optim.lr" not in headings(chosen)
     assert chosen.count("<path") == 2 * 2
 
 
@@ -63,7 +63,7 @@ def test_a_component_that_differs_is_one_column_and_not_each_of_its_keys(tmp_pat
         }
         write_run(tmp_path / f"runs/{number}", config={"strategy": strategy, "optim": optim})
     page = page_of(tmp_path, monkeypatch=monkeypatch)
-    assert headings(page)[6:] == ["time", "lr", "strategy", "optim"]
+    assert headings(page)[6:] == ["time", "optim.lr", "strategy", "optim"]
     assert ">ddp<" in page and ">single<" in page
 
 

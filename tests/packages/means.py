@@ -111,19 +111,19 @@ class Configured(Classification):
 
 
 class ByHand(Classification):
-    """Steps its optimizer itself."""
+    """Steps two optimizers itself; the second one with a rate of 0."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.automatic_optimization = False
+    automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, schedule = self.optimizers(), self.lr_schedulers()
-        loss = self.mean_loss(self(batch), batch)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        schedule.step()
+        self.zero_grad()
+        self.manual_backward(self.mean_loss(self(batch), batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers(), {"optimizer": torch.optim.SGD(self.parameters(), 0.0)}]
 
 
 class Odd(Classification):

@@ -165,7 +165,7 @@ def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, c
     lines = (tmp_path / "bit" / "metrics.csv").read_text().splitlines(keepends=True)
     (tmp_path / "bit" / "metrics.csv").write_text("".join(lines[:3] + lines[4:]))
     code, out = compared()
-    assert code == 1 and "train/loss: 6 rows | 5 rows; only the first run has step 3" in out
+    assert code == 1 and "train/loss: 6 | 5 rows; only one of the runs has step 3" in out
 
 
 def test_the_cores_that_sbatch_was_asked_for_reach_each_task(tmp_path):

@@ -1,7 +1,6 @@
 """`lockstep.Module`: means over the global batch, as losses and in the log, however samples are divided; the same with a plain Trainer."""
 
 import copy
-import csv
 import math
 import sys
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import thin_project
 import torch
-from in_process import Crash, state
+from in_process import Crash, options, rows, state
 from packages import means
 from torch import Tensor, nn
 
@@ -52,9 +51,8 @@ def train(
     given = [f"+task.weighted={str(weighted).lower()}"] if module == "Weighted" else []
     options = [*OPTIONS, f"task._target_=means.{module}", *given, f"run={run}", *more]
     report = lockstep.train(options)
-    with Path(f"runs/{run}/metrics.csv").open(newline="") as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return state(f"{run}/checkpoints/last.ckpt")["state_dict"], rows, report
+    logged = [{name: float(value) for name, value in row.items() if value} for row in rows(run)]
+    return state(f"{run}/checkpoints/last.ckpt")["state_dict"], logged, report
 
 
 def by_hand(weighted: bool) -> tuple[dict[str, Tensor], Rows]:
@@ -165,9 +163,8 @@ def test_a_mean_takes_a_number_per_sample(values, weight):
 
 
 def test_a_task_is_told_of_inputs_that_no_metric_has(mnist, cache):
-    data = [f"data.root={mnist}", f"data.cache_dir={cache}", "data.image_size=12", "trainer.accelerator=cpu"]
     with pytest.raises(UserError, match="inputs_by_metric` has mean, but the metrics are acc"):
-        lockstep.train([*data, "task=own", "task._target_=means.Odd", "run=odd"])
+        lockstep.train([*options(mnist, cache), "task=own", "task._target_=means.Odd", "run=odd"])
 
 
 def test_a_task_is_no_lightning_module_of_its_own():
@@ -201,65 +198,36 @@ def test_samples_of_others_do_not_count():
 @pytest.mark.parametrize("more", [[], pytest.param(["strategy=ddp", "trainer.devices=2"], marks=pytest.mark.slow)])
 def test_a_task_logs_parts_of_its_loss_and_knows_its_step(more, mnist, cache, forked):
     run = f"named-{len(more)}"
-    data = [
-        f"data.root={mnist}",
-        f"data.cache_dir={cache}",
-        "loader.batch_size=48",
-        "data.image_size=12",
-        "trainer.accelerator=cpu",
-    ]
-    report = lockstep.train(
-        [
-            *data,
-            "task=own",
-            "task._target_=means.Named",
-            f"run={run}",
-            "trainer.precision=32-true",
-            "trainer.log_every_n_steps=4",
-            *more,
-        ]
-    )
-    with Path(f"runs/{run}/metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    task = ["task=own", "task._target_=means.Named", f"run={run}", "trainer.log_every_n_steps=4", *more]
+    report = lockstep.train([*options(mnist, cache), *task])
+    logged = rows(run)
     for stage in ("train", "val"):
         pairs = [
-            (float(row[f"{stage}/loss"]), float(row[f"{stage}/again"])) for row in rows if row.get(f"{stage}/loss")
+            (float(row[f"{stage}/loss"]), float(row[f"{stage}/again"])) for row in logged if row.get(f"{stage}/loss")
         ]
         assert pairs and all(again == pytest.approx(loss, rel=1e-6) for loss, again in pairs)
     assert report["test/again"] == pytest.approx(report["test/loss"], rel=1e-6)
-    assert [float(row["train/epoch"]) for row in rows if row.get("train/epoch")] == [12.0]
+    assert [float(row["train/epoch"]) for row in logged if row.get("train/epoch")] == [12.0]
     found = state(f"{run}/checkpoints/last.ckpt")["state_dict"]
     assert not [name for name in found if not name.startswith("net.")]
 
 
 @pytest.mark.parametrize("way", ["single", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_task_may_step_its_optimizer_itself(way, mnist, cache, forked):
-    common = [
-        f"data.root={mnist}",
-        f"data.cache_dir={cache}",
-        "loader.batch_size=48",
-        "data.image_size=12",
-        "trainer.max_epochs=1",
-    ]
-    common += ["trainer.accelerator=cpu", "trainer.precision=32-true"]
+    common = [*options(mnist, cache), "trainer.max_epochs=1", "trainer.precision=32-true"]
     lockstep.train([*common, f"run=automatic-{way}"])
     lockstep.train([*common, *WAYS[way][:1], *(["trainer.devices=2"] * (way == "ddp")), "task=own", "task._target_=means.ByHand", f"run=by-hand-{way}"])  # fmt: skip
     by_itself, by_hand = (
         state(f"{kind}-{way}/checkpoints/last.ckpt")["state_dict"] for kind in ("automatic", "by-hand")
     )
+    rates = [row["train/lr"] for row in rows(f"automatic-{way}")]
+    assert [row["lr-0"] for row in rows(f"by-hand-{way}")] == rates
     for name, value in by_itself.items():
         torch.testing.assert_close(by_hand[name], value, rtol=0, atol=1e-3 if way == "ddp" else 0)
 
 
 def test_a_task_configures_its_model_in_training_and_with_weights(mnist, cache):
-    given = [
-        f"data.root={mnist}",
-        f"data.cache_dir={cache}",
-        "loader.batch_size=48",
-        "data.image_size=12",
-        "trainer.accelerator=cpu",
-    ]
-    given += ["task=own", "task._target_=means.Configured", "trainer.max_steps=2", "optim.lr=0"]
+    given = [*options(mnist, cache), "task=own", "task._target_=means.Configured", "trainer.max_steps=2", "optim.lr=0"]
     trained = lockstep.train([*given, "run=configured"])
     again = lockstep.train([*given, "run=configured-again", "init_from=configured"])
     assert 0 < trained["test/loss"] == again["test/loss"] != pytest.approx(math.log(10))  # that of equal outputs

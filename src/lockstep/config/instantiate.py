@@ -151,8 +151,8 @@ def problems(node: Mapping[str, Any], key: str, *, given: Mapping[str, Any] | No
             if f"{key}.{name}" not in KEYS or not Component.of(node).is_shipped:
                 yield from targets.type_problem(named[name], f"{key}.{name}", node[name])
         elif not takes_any:
-            hint = did_you_mean(name, [*names, *engine])
-            yield f"{key}.{name} is not an argument of {target}{hint}; it accepts {', '.join(names) or 'none'}."
+            accepted = [*names, *engine]
+            yield f"{key}.{name} is not an argument of {target}{did_you_mean(name, accepted)}; it accepts {', '.join(accepted) or 'none'}."
     if given is not None and not node.get("_partial_"):
         for name in names:
             if named[name].default is inspect.Parameter.empty and name not in node and name not in given:

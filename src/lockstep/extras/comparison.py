@@ -1,5 +1,6 @@
 """Where two runs differ: config, data, logged rows, metrics, weights and the rest of their state."""
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoints.finding import leaves
 from lockstep.config.compose import PLACE
-from lockstep.config.formatting import pluralize
 from lockstep.reporting.report import Curve, Report
 from lockstep.run import find_run
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
 MEASURED = ("_per_s", "_memory_gib")  # endings of columns that differ between any two runs
 SMALL = 1e-3
 DIMENSIONS = 4  # of a tensor, of which a sketch has sums
+AT_ONCE = 2**19  # numbers of a tensor that are copied at once: larger copies fragment the heap
 Record = dict[str, Any]
 Numbers = dict[tuple[str, int], float]
 FORGOTTEN = ".current_score"  # score of the last validation; ModelCheckpoint saves it but does not load it
@@ -81,11 +82,8 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     for name in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(name, no_rows), theirs.get(name, no_rows)
         if one.steps != other.steps:
-            texts = [f"{pluralize(len(one.steps), 'row')} | {pluralize(len(other.steps), 'row')}"]
-            for run, x, y in (("first", one, other), ("second", other, one)):
-                if only := sorted({*x.steps} - {*y.steps})[:5]:
-                    texts.append(f"only the {run} run has step {', '.join(map(str, only))}")
-            yield f"{name}: {'; '.join(texts)}"
+            only = ", ".join(map(str, sorted({*one.steps} ^ {*other.steps})[:5]))
+            yield f"{name}: {len(one.steps)} | {len(other.steps)} rows; only one of the runs has step {only}"
             continue
         gaps = list(map(relative, one.values, other.values))
         differing = [index for index, gap in enumerate(gaps) if gap > tolerance]
@@ -224,17 +222,22 @@ def sketch(tensor: "Tensor", dimensions: int = DIMENSIONS) -> Record:
     Their squared differences estimate the squared norm of the difference (Johnson and Lindenstrauss, 1984), and sketches of parts can be
     joined to that of the whole. A collective call for shards.
     """
+    import torch
     from torch.distributed.tensor import DTensor
-
-    from lockstep.callbacks.weights import digest
 
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     whole = whole.detach().to_dense().cpu()
-    numbers = (whole.abs() if whole.is_complex() else whole).double().nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
-    sizes = enumerate(numbers.shape[:dimensions] if numbers.numel() else ())
-    rows = [numbers.movedim(dim, 0).reshape(size, -1) for dim, size in sizes] or [numbers.reshape(1, -1)]
-    sums = [row @ signs(row.shape[1]) for row in rows]
-    return {"shape": [*whole.shape], "bits": digest(whole), "sums": sums}
+    rows = whole if whole.dim() and whole.numel() else whole.sum().reshape(1)
+    sums, bits, begin = [torch.zeros(size).double() for size in rows.shape[:dimensions]], hashlib.blake2b(), 0
+    for part in rows.split(max(1, AT_ONCE * len(rows) // rows.numel())):
+        bits.update(part.contiguous().view(-1).view(torch.uint8).numpy())
+        numbers = (part.abs() if part.is_complex() else part).double().nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
+        chunk = slice(begin, begin := begin + len(part))
+        sums[0][chunk] = numbers.reshape(len(part), -1) @ signs(rows[0].numel())
+        for dim, total in enumerate(sums[1:], 1):
+            sign = signs(rows.numel() // len(total)).view(len(rows), -1)[chunk]
+            total += numbers.movedim(dim, 0).reshape(len(total), -1) @ sign.flatten()
+    return {"shape": [*whole.shape], "bits": bits.hexdigest(), "sums": sums}
 
 
 def distance(a: Mapping[str, Record], b: Mapping[str, Record], names: Iterable[str]) -> float:

@@ -1,7 +1,6 @@
 """The panels of the test set: their images, their data (panels.json), and their drawings for report.html."""
 
 import base64
-import colorsys
 import io
 import json
 import math
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageColor
 
 from lockstep.config.formatting import metric
 from lockstep.data.dataset import DataSet, Sound
@@ -33,8 +32,8 @@ LONG = 160  # characters; a longer text gets a wide column, and is not a class
 CONTROLS = {n: f"\\x{n:02x}" for n in range(32) if chr(n) not in "\t\n"}  # escaped, because browsers do not show them
 # Colours of mask classes: those of Okabe and Ito, which colour-blind people can distinguish, then hues a golden angle apart.
 OKABE_ITO = np.frombuffer(bytes.fromhex("000000 e69f00 56b4e9 009e73 f0e442 0072b2 d55e00 cc79a7"), np.uint8)
-HUES = [colorsys.hsv_to_rgb(0.618 * k % 1, (0.9, 0.55)[k % 2], (0.95, 0.7)[k // 2 % 2]) for k in range(8, 256)]
-COLOURS = np.concatenate([OKABE_ITO.reshape(-1, 3), 255 * np.array(HUES)]).astype(np.float32)
+HUES = [ImageColor.getrgb(f"hsv({222.5 * k % 360}, {90 - 35 * (k % 2)}%, 85%)") for k in range(8, 256)]
+COLOURS = np.concatenate([OKABE_ITO.reshape(-1, 3), HUES]).astype(np.float32)
 OPACITY = 0.55
 
 

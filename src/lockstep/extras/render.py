@@ -6,7 +6,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from itertools import chain, groupby
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +117,14 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def thin_out(points: Points, many: int = MANY) -> Points:
-    """At most `many` points: the lowest and highest of each group of neighbours, so no peak is lost, and one gap per group."""
+    """At most `many` points: of each group of neighbours the highest, so no peak is lost, and the lowest or a gap."""
     group_size = math.ceil(2 * len(points) / many)
     if group_size <= 2:
         return points
     thinned_points = list[tuple[float, float]]()
     for first in range(0, len(points), group_size):
         group = points[first : first + group_size]
-        heights = sorted(filter(is_finite, group), key=itemgetter(1))
-        gaps = [point for point in group if not is_finite(point)]
-        kept = {*heights[:1], *heights[-1:], *gaps[:1]}
+        kept = {end(group, key=lambda point: (is_finite(point), point[1])) for end in (min, max)}
         thinned_points += [point for point in group if point in kept]
     return thinned_points
 

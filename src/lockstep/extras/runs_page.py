@@ -105,9 +105,7 @@ def section(title: str, runs: Sequence[Report], out: Path) -> Values:
     test_metrics = [name for run in runs for name in metrics_of_test(run) if not name.endswith("/count")]
     metrics = [n for n in dict.fromkeys([*monitors, *test_metrics]) if any(n in run for run in runs)]
     settings = differing_keys(runs)
-    titles = {f"{group}.{name}": group for group in COMPONENTS for name in ("name", "_target_")}
-    names = {key: titles.get(key, key.rpartition(".")[2]) for key in settings[:SETTINGS]}
-    heads = {key: name if [*names.values()].count(name) == 1 else key for key, name in names.items()}
+    heads = {key: key.removesuffix(".name").removesuffix("._target_") for key in settings[:SETTINGS]}
     measured: list[tuple[str, str, Callable[[Any], str]]] = [
         *((name, name, partial(metric, name)) for name in metrics),
         ("steps", "train/steps", "{:,.0f}".format),

@@ -147,7 +147,7 @@ class Task(Module):
 
     def describe(self, output: Any, batch: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
         """What the report shows for each sample, by name: texts, numbers, a Mask, a Picture, Lines, Tokens."""
-        columns: dict[str, Any] = {"target": batch.get("target"), **self.predictions(output)}
+        columns: Any = {"target": batch.get("target"), **self.predictions(output)}
         count = len(batch["index"])
         small = {name: list(column) for name, column in columns.items() if losses.is_small(column, count)}
         cells = {name: [x.tolist() if isinstance(x, Tensor) else x for x in column] for name, column in small.items()}
@@ -163,11 +163,7 @@ class Task(Module):
 
     def mean_loss(self, output: Any, batch: Batch) -> Tensor:
         """The mean of `loss` over the global batch, like `mean`. Logged as train/loss."""
-        if (
-            self.float32_head
-            and getattr(output, "dtype", None) in (torch.bfloat16, torch.float16)
-            and "mixed" in self.trainer.precision
-        ):
+        if self.float32_head and getattr(output, "itemsize", 4) == 2 and "mixed" in self.trainer.precision:
             log_once(  # because a different layer than the assumed last layer computes them
                 f"predictions have about 3 significant digits in {self.trainer.precision}: the last layer of {type(self.net).__name__}, "
                 f"{type(optim.head_of(self.net)).__name__}, does not compute its outputs. Set trainer.precision=32-true, or add a `get_classifier` that "
@@ -176,8 +172,10 @@ class Task(Module):
         return self.mean_of(*losses.weighted_loss(self, output, batch), "train/loss")
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]  # set by the Trainer's connector
-            self.log("train/lr", max(group["lr"] for group in optimizer.param_groups))  # layers may have lower ones
+        optimizers = self.trainer.optimizers  # `global_step` counts the steps of all
+        if (self.trainer.global_step // len(optimizers) + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]  # set by the Trainer's connector
+            largest = max(group["lr"] for group in optimizer.param_groups)  # layers may have lower ones
+            self.log(f"lr-{optimizers.index(optimizer)}" if len(optimizers) > 1 else "train/lr", largest)
 
     def evaluation_sets(self, stage: str) -> list[str]:
         """The evaluation sets of a stage, in the order of their dataloaders."""
@@ -187,7 +185,7 @@ class Task(Module):
 
     def new_metrics(self) -> dict[str, Metric]:
         """`metrics`, and those of the config."""
-        found = dict(self.metrics().items())
+        found = {**self.metrics()}
         if taken := {"loss", "count"} & {*found, *self.further_metrics}:
             raise UserError(f"task={type(self).__name__}: `metrics` returns {min(taken)}, which every task logs.")
         return found | {name: make(self.metric_arguments()) for name, make in self.further_metrics.items()}
@@ -217,8 +215,10 @@ class Task(Module):
         measured = self.measured(self.evaluation_sets(super().stage)[dataloader_idx])
         loss_B = losses.one_per_sample(self.loss(output, batch), self, batch)
         inputs = self.inputs_by_metric(output, batch)
-        if unknown := sorted(inputs.keys() - measured.metrics.keys()):
-            raise UserError(f"`inputs_by_metric` has {unknown[0]}, but the metrics are {', '.join(measured.metrics)}.")
+        if unknown := inputs.keys() - measured.metrics.keys():
+            raise UserError(
+                f"`inputs_by_metric` has {min(unknown)}, but the metrics are {', '.join(measured.metrics)}."
+            )
         every = {n: inputs[n] if n in inputs else self.metric_inputs(output, batch) for n in measured.metrics}
         measured.update(self, batch_idx, loss_B, losses.sample_weights(self, batch), every)
         return {"output": output, "loss": loss_B}
@@ -228,7 +228,7 @@ class Task(Module):
             self.measured(part).log(self, part, self.value_names)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_evaluation("test" if self.trainer.testing else "val")
+        self.log_evaluation(super().stage)
 
     on_test_epoch_end = on_validation_epoch_end
 

@@ -35,23 +35,21 @@ def measure(overrides: Sequence[str], *, steps: int = 5, start: str | None = Non
     from lockstep import build  # noqa: F401  # before the processes are forked
     from lockstep.checkpoints.finding import step_of, tested_checkpoint
     from lockstep.extras import page  # noqa: F401
-    from lockstep.extras.check.ways import Check, ways
+    from lockstep.extras.check.ways import ONE, Check, ways
 
     resume = tested_checkpoint(start, "from", cfg.runs_dir) if start else None
     begin = step_of(resume) if resume else 0
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         for precision in dict.fromkeys(["64-true", str(cfg.trainer.precision)]):
             run, every = Check(Path(folder, precision), overrides, cfg, resume, begin, steps), ways(cfg, precision)
-            codes = run.run(every[:2])
-            if not any(codes.values()):
-                if not run.run_folder(every[0].name).exists():  # such as a run that is already finished
-                    raise UserError(*run.problems(every[0]))
-                return result(run, every, codes | run.run(every[2:]))
-        failed = next(way for way in every if codes[way.name])
-        if codes[failed.name] == 2:
-            raise UserError(*run.problems(failed))
-        print(run.log(failed), file=sys.stderr)
-        raise RunFailed(f"{failed.name} failed", codes[failed.name])
+            codes = run.run(every[:1])
+            if not codes[ONE] and run.run_folder(ONE).exists():
+                run.peak_bytes = run.outcome(ONE).ranks[0]["peak_bytes"]
+                return result(run, every, codes | run.run(every[1:]))
+        if codes[ONE] in (0, 2):  # 0: it had nothing to do, such as a run that is already finished
+            raise UserError(*run.problems(every[0]))
+        print(run.log(every[0]), file=sys.stderr)
+        raise RunFailed(f"{ONE} failed", codes[ONE])
 
 
 def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
@@ -77,6 +75,5 @@ def result(run: Any, every: Sequence[Any], codes: dict[str, int]) -> Result:
     then, now = first.get("attributes", {}), resumed.get("attributes", {})
     lost = sorted(name for name, was in then.items() if now.get(name, was) != was)
     notes = [f"{name} changes in training and is in no state_dict: a resume does not restore it" for name in lost]
-    device, precision, about = map(first.get, ("device", "precision", "facts"))
-    steps = [*outcomes[ways.ONE].steps][: None if precision == "64-true" else compare.FEW]
-    return Result([*found.values()], notes, steps, device, precision, about)
+    steps = [*outcomes[ways.ONE].steps][: None if first["precision"] == "64-true" else compare.FEW]
+    return Result([*found.values()], notes, steps, first["device"], first["precision"], first["facts"])

@@ -22,6 +22,7 @@ from lockstep.checkpoints.finding import leaves
 from lockstep.config import checked
 from lockstep.data.loaders import digest_of
 from lockstep.extras.comparison import Record, sketch
+from lockstep.machine import system
 from lockstep.training.arithmetic import completes_step, micro_batch_index, steps_done
 
 PLAN = "LOCKSTEP_CHECK"  # the environment variable with the plan of this process, as JSON
@@ -92,10 +93,10 @@ class Recorder(pl.Callback):
 
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(stepped)
-        self.summary: Any = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
-        config = self.summary.settings.cfg
+        summary: Any = next(each for each in trainer.callbacks if hasattr(each, "data_info"))  # type: ignore[attr-defined]
+        config = summary.settings.cfg
         self.traced = not config.compile and (self.plan["traced"] or steps_done(trainer) + 1)  # hooks break graphs
-        self.record["facts"] = checked.facts(config, self.summary.data_info["data/sha256"])
+        self.record["facts"] = checked.facts(config, summary.data_info["data/sha256"])
         called = (pair for pair in module.named_modules() if type(pair[1]).forward is not nn.Module.forward)
         places = self.record["places"] = {name: place(type(each), "forward") for name, each in called if name}
         places["step"] = place(type(module), "training_step")
@@ -108,7 +109,7 @@ class Recorder(pl.Callback):
         if number not in self.record["steps"]:
             self.step: Record = {"begin": weights(module), "samples": {}, "calls": {}, "loss": {}, "gradients": {}}
             self.record["steps"][number] = self.step
-            if number == self.plan["noted"] + 1:
+            if number == self.plan["noted"]:
                 self.record["attributes"] = attributes({**dict(module.named_modules()), "data": dataset(trainer)})
         self.step["samples"][self.micro] = sketches(batch)
         self.calls: list[Record] = self.step["calls"].setdefault(self.micro, [])
@@ -150,5 +151,6 @@ class Recorder(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.record |= {"precision": str(trainer.precision), "device": trainer.strategy.root_device.type}
+        self.record["peak_bytes"] = system.resident_peak_bytes() or 1
         self.record["of_rank_0"] = sorted(trainer.strategy.means.of_rank_0)  # type: ignore[attr-defined]
         torch.save(self.record, Path(self.plan["folder"]) / f"{trainer.global_rank}.pt")

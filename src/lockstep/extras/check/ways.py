@@ -50,7 +50,7 @@ class Way:
 
 
 def ways(config: RunConfig, precision: str) -> list[Way]:
-    """The first two show whether the command works in that precision. fsdp has no float64."""
+    """The first one shows whether the command works in that precision. fsdp has no float64."""
     wide = f"trainer.precision={precision}"
     narrow = "trainer.precision=32-true" if precision == "64-true" else wide
     single, ddp = ["trainer.devices=1", "strategy=single", wide], ["trainer.devices=2", "strategy=ddp", HANGS, wide]
@@ -84,6 +84,7 @@ class Check:
     start: int  # its step
     steps: int
     traced: int | None = None  # the step whose layers are recorded; None: the first
+    peak_bytes: int = 1  # of a process
 
     def command(self, way: Way) -> list[str]:
         """Without the keys of `overrides` that the check sets."""
@@ -102,10 +103,10 @@ class Check:
 
     def environment(self, way: Way, rank: int, port: int) -> dict[str, str]:
         """As torchrun sets it, if there are several processes."""
-        records, middle = self.folder / "records" / way.folder, self.start + self.steps // 2
+        records, middle = self.folder / "records" / way.folder, self.start + self.steps // 2 + 1
         records.mkdir(parents=True, exist_ok=True)
         plan = {"folder": str(records), "last": self.start + self.steps, "noted": middle, "traced": self.traced}
-        plan["kill"] = middle + 1 if way.name == KILLED else None
+        plan["kill"] = middle * (way.name == KILLED)
         env = {"TORCHELASTIC_RUN_ID": "check"} if way.processes > 1 else {}
         env |= local.environment(World("cpu", way.processes, 1, "", rank), port)
         return {**env, "OMP_NUM_THREADS": "1", PLAN: json.dumps(plan)}
@@ -126,10 +127,9 @@ class Check:
         return list(dict.fromkeys(errors or lines[-1:]))
 
     def run(self, ways: Sequence[Way]) -> dict[str, int]:
-        """Runs the ways, as many at once as there are cores. Returns their exit codes."""
-        # Each process holds the whole model.
-        codes, waiting, at_once = dict[str, int](), list(ways), min(system.cores(), 2 if gpu_count() else 4)
-        groups: dict[str, list[Any]] = {}
+        """Runs the ways and returns their exit codes."""
+        at_once = min(2 if gpu_count() else system.cores(), system.memory_bytes() // self.peak_bytes)
+        codes, waiting, groups = dict[str, int](), list(ways), dict[str, list[Any]]()
         self.folder.mkdir(exist_ok=True)
         try:
             while waiting or groups:
