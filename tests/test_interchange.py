@@ -46,12 +46,10 @@ def train(runs, mnist, cache, forked):
     """AdamW with warm-up, clipping, dropout and an average of the weights.
 
     Its eps is large: AdamW makes whole steps out of gradients that are rounding alone."""
-    base = [
-        f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=48", "loader.eval_batch_size=40",
-        *SMALL, "trainer.log_every_n_steps=1", "trainer.enable_progress_bar=false", "trainer.gradient_clip_val=0.5", "augment=[shift]", "augment.shift.pixels=2", "callbacks=[default,ema]",
-        "callbacks.ema.decay=0.8", "schedule.warmup_steps=5", "trainer.limit_val_batches=1", "optim.lr=1e-4", "optim.eps=1e-4",
-        "trainer.precision=32-true",
-    ]  # fmt: skip
+    data = f"runs_dir={runs} data.root={mnist} data.cache_dir={cache} loader.batch_size=48 loader.eval_batch_size=40"
+    trainer = "trainer.log_every_n_steps=1 trainer.enable_progress_bar=false trainer.gradient_clip_val=0.5 trainer.precision=32-true"
+    more = "augment=[shift] augment.shift.pixels=2 callbacks=[default,ema] callbacks.ema.decay=0.8 trainer.limit_val_batches=1"
+    base = [*SMALL, *f"{data} {trainer} {more} schedule.warmup_steps=5 optim.lr=1e-4 optim.eps=1e-4".split()]
     return lambda *overrides: lockstep.train([*base, *overrides])
 
 

@@ -28,15 +28,9 @@ def write_activity(root: Path) -> None:
 
 
 DATA |= {"plain-loop": write_activity, "accelerate": write_houses, "transformers-trainer": write_flowers}
-TINY = (
-    "model.pretrained=false",
-    "model.name=test_resnet",
-    "schedule.warmup_steps=0",
-    "data.image_size=32",
-    "data.cache_dir={cache}",
-)
+TINY = "model.pretrained=false model.name=test_resnet schedule.warmup_steps=0 data.image_size=32 data.cache_dir={cache}"
 PAGES = {
-    "plain-loop": ("loader.num_workers=0",), "accelerate": ("schedule.warmup_steps=0",), "transformers-trainer": TINY, "lightning-hydra-template": MNIST,
+    "plain-loop": ("loader.num_workers=0",), "accelerate": ("schedule.warmup_steps=0",), "transformers-trainer": TINY.split(), "lightning-hydra-template": MNIST,
 }  # fmt: skip
 
 

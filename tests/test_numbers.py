@@ -35,15 +35,9 @@ def place(tmp_path) -> Iterator[Path]:
 
 
 def module(*more: str) -> dict:
-    own = [
-        "task=lightning_module",
-        "task._target_=houses.Module",
-        "task.monitor=val_f1",
-        "data=own",
-        "data._target_=houses.Houses",
-    ]
+    own = "task=lightning_module task._target_=houses.Module task.monitor=val_f1 data=own data._target_=houses.Houses"
     rest = [each for each in HOUSES if not each.startswith(("model", "optim", "data=", "data._"))]
-    return lockstep.train([*own, *rest, "run=a", *more])
+    return lockstep.train([*own.split(), *rest, "run=a", *more])
 
 
 def table() -> list[dict[str, str]]:

@@ -94,25 +94,13 @@ def test_no_step_of_a_run_waits(precision, tmp_path, mnist, cache, monkeypatch):
 
 def test_no_step_of_a_lightning_module_waits(tmp_path, mnist, cache, monkeypatch):
     """It logs as people do, and by `lockstep.Module.mean`, with weights too."""
-    data = [
-        f"data.root={mnist}",
-        f"data.cache_dir={cache}",
-        "loader.batch_size=48",
-        "trainer.accelerator=cpu",
-        "loader.on_device=true",
-    ]
-    module = [
-        "task=lightning_module",
-        "model=none",
-        "optim=none",
-        "schedule=none",
-        "task._target_=means.Digits",
-        "trainer.precision=32-true",
-        "trainer.log_every_n_steps=2",
-        "trainer.num_sanity_val_steps=0",
-    ]
+    data = f"data.root={mnist} data.cache_dir={cache} loader.batch_size=48 loader.on_device=true"
+    module = "task=lightning_module model=none optim=none schedule=none task._target_=means.Digits"
+    trainer = (
+        "trainer.accelerator=cpu trainer.precision=32-true trainer.log_every_n_steps=2 trainer.num_sanity_val_steps=0"
+    )
     with thin_project.entered(tmp_path, "means", **thin_project.package("means")):
-        assert waited(tmp_path, [*data, *module], monkeypatch) == []
+        assert waited(tmp_path, f"{data} {module} {trainer}".split(), monkeypatch) == []
 
 
 @pytest.mark.slow

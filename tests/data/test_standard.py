@@ -269,6 +269,15 @@ def test_an_evaluation_joins_only_batches_that_are_too_small():
 # --- What is the user's, and what is rejected ---
 
 
+def test_batches_of_tensors_are_those_that_torch_collates():
+    """A sampler may yield tensors, and the tensors may change between two batches."""
+    data = TensorDataset(torch.rand(5, 3), torch.rand(5) > 0.5)
+    given = DataLoader(data, 3, sampler=torch.tensor([4, 0, 2, 1, 3]))
+    for expected, batch in zip(given, Process(given).loader, strict=True):
+        assert type(batch) is type(expected) and all(map(torch.equal, batch, expected))
+        data.tensors[0].neg_()
+
+
 def test_pinned_batches_keep_what_is_known_of_them(monkeypatch):
     """As with a GPU: torch pins what the loader returns, and turns its tuples into lists."""
     for module in (torch.cuda, torch.accelerator):

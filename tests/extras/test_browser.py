@@ -78,13 +78,8 @@ def page(request, tmp_path_factory, mnist, cache, run_folder) -> Path:
             more = [text.format(cache=cache) for text in PAGES[name]]
             lockstep.train(["run=x", *page.typed[0], *QUICK, *more])
         else:
-            options = [
-                f"data.root={mnist}",
-                f"data.cache_dir={cache}",
-                "loader.batch_size=48",
-                "trainer.accelerator=cpu",
-            ]
-            lockstep.train(["run=x", "task=lit_classifier", *options, "trainer.log_every_n_steps=2"])
+            options = f"data.root={mnist} data.cache_dir={cache} loader.batch_size=48 trainer.accelerator=cpu"
+            lockstep.train(["run=x", "task=lit_classifier", *options.split(), "trainer.log_every_n_steps=2"])
     forget()
     return root / "runs/x/report.html"
 

@@ -20,14 +20,8 @@ pytestmark = [
         "ignore:`torch.jit.script_method` is deprecated",  # torch's own use, when it compiles
     ),
 ]
-OPTIONS = [
-    "task=lightning_module",
-    "task.monitor=null",
-    "data=none",
-    "trainer.accelerator=cpu",
-    "trainer.precision=32-true",
-    "trainer.max_epochs=2",
-]
+TRAINER = "trainer.accelerator=cpu trainer.precision=32-true trainer.max_epochs=2"
+OPTIONS = f"task=lightning_module task.monitor=null data=none {TRAINER}".split()
 DDP = ["strategy=ddp"]
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
 QUICK = ["GAN"]

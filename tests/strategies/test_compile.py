@@ -74,10 +74,8 @@ def process(rank: str, port: str, strategy: str, folder: str, *given: str) -> No
 
 @pytest.mark.slow
 def test_compiled_strategies_agree_with_one_process_that_is_not(tmp_path, mnist, cache, train):
-    given = [
-        "model=timm", "model.name=test_vit", "data.image_size=32", "loader.batch_size=8", "optim=sgd", "trainer.max_steps=3",
-        "trainer.limit_val_batches=1", "trainer.limit_test_batches=1", "trainer.precision=32-true",
-    ]  # fmt: skip
+    trainer = "trainer.max_steps=3 trainer.limit_val_batches=1 trainer.limit_test_batches=1 trainer.precision=32-true"
+    given = f"model=timm model.name=test_vit data.image_size=32 loader.batch_size=8 optim=sgd {trainer}".split()
     more = [f"data.root={mnist}", f"data.cache_dir={cache}", "trainer.accelerator=cpu", *given]
     with local.reserve_port() as ddp, local.reserve_port() as fsdp:
         places = [(i, str(port), name) for name, port in (("ddp", ddp), ("fsdp", fsdp)) for i in "01"]

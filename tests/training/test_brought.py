@@ -33,19 +33,10 @@ def project(tmp_path_factory) -> Iterator[Path]:
 
 def train(name: str, run: str, *more: str, notes: str = "") -> str:
     """The path of its last checkpoint. `notes-<notes or run>-<rank>` are what its steps learnt from."""
-    module = [
-        "task=lightning_module",
-        "task._target_=brought.Sees",
-        "task.monitor=null",
-        f"+task.notes=notes-{notes or run}",
-    ]
-    options = [
-        "trainer.accelerator=cpu",
-        "trainer.precision=32-true",
-        f"trainer.max_epochs={EPOCHS}",
-        "checkpoint.every_n_steps=1",
-    ]
-    lockstep.train([*module, *options, f"run={run}", "data=brought", f'data.loader="{name}"', *more])
+    task = f"task=lightning_module task._target_=brought.Sees task.monitor=null +task.notes=notes-{notes or run}"
+    trainer = f"trainer.accelerator=cpu trainer.precision=32-true trainer.max_epochs={EPOCHS}"
+    options = f"run={run} {task} {trainer} checkpoint.every_n_steps=1 data=brought".split()
+    lockstep.train([*options, f'data.loader="{name}"', *more])
     return f"{run}/checkpoints/last.ckpt"
 
 

@@ -41,21 +41,9 @@ def test_every_hook_is_called_as_lightning_calls_it(tmp_path):
     trainer.fit(hooked.Hooked(), datamodule=hooked.Data())
     expected = [*hooked.CALLS]
     hooked.CALLS.clear()
-    lockstep.train(
-        [
-            "task=lightning_module",
-            "task._target_=hooked.Hooked",
-            "task.monitor=null",
-            "data=none",
-            "data._target_=hooked.Data",
-            "run=hooked",
-            "trainer.max_epochs=2",
-            "trainer.accelerator=cpu",
-            "logger=[csv,tensorboard]",
-            "trainer.gradient_clip_val=1.0",
-            "trainer.log_every_n_steps=1",
-        ]
-    )
+    module = "task=lightning_module task._target_=hooked.Hooked task.monitor=null data=none data._target_=hooked.Data"
+    trainer = "trainer.max_epochs=2 trainer.accelerator=cpu trainer.gradient_clip_val=1.0 trainer.log_every_n_steps=1"
+    lockstep.train(f"run=hooked logger=[csv,tensorboard] {module} {trainer}".split())
     for place, (call, of_lightning) in enumerate(zip(hooked.CALLS, expected, strict=False)):
         assert call == of_lightning, (place, expected[place - 5 : place])
     assert len(hooked.CALLS) > len(expected)  # the test follows

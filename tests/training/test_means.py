@@ -26,10 +26,8 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*LeafSpec",
 )
 STEPS, EVERY = 6, 2  # of 3 an epoch; from one row of the log to the next
-OPTIONS = [
-    "task=lightning_module", "task.monitor=null", "data=none", "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.max_epochs=2",
-    f"trainer.log_every_n_steps={EVERY}",
-]  # fmt: skip
+TRAINER = f"trainer.accelerator=cpu trainer.precision=32-true trainer.max_epochs=2 trainer.log_every_n_steps={EVERY}"
+OPTIONS = ["task=lightning_module", "task.monitor=null", "data=none", *TRAINER.split()]
 WAYS = {
     "single": ["strategy=single"],
     "ddp": ["strategy=ddp", "trainer.devices=3"],

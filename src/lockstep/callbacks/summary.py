@@ -178,15 +178,16 @@ class Progress(Callback):
         if trainer.is_global_zero:
             self.line = ProgressLine("step", total_steps(trainer), steps_done(trainer))
 
-    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
+    def on_save_checkpoint(self, *_: Any) -> None:
         self.saved_s = time.monotonic()
 
     def latest_row(self, trainer: Trainer) -> str:
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
         parts = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
         parts += [speed for each in trainer.callbacks if isinstance(each, Throughput) for speed in each.latest()]  # type: ignore[attr-defined]
-        names = dict.fromkeys(name for name in (self.monitor, *trainer.progress_bar_metrics) if name in metrics)
-        names.pop("train/loss", None)
+        names = dict.fromkeys(
+            n for n in (self.monitor, *trainer.progress_bar_metrics) if n in {*metrics} - {"train/loss"}
+        )
         return " · ".join(parts + [f"{name} {metric(name, float(metrics[name]))}" for name in names])
 
     def show(self, trainer: Trainer, detail: str = "") -> None:
@@ -238,9 +239,8 @@ class Progress(Callback):
             texts[self.monitor] += " best" * (ranked[0] == new and math.isfinite(scores[new][0]))
         assert self.line
         position = [f"epoch {trainer.current_epoch + 1}", f"step {steps_done(trainer):,}"]
-        elapsed = clock(time.monotonic() - self.line.began_s)
         shown = (f"{'loss' if name in LOSSES[:2] else name} {text}" for name, text in texts.items())  # fits 80 columns
-        return " · ".join([*position, *shown, elapsed])
+        return " · ".join([*position, *shown, clock(time.monotonic() - self.line.began_s)])
 
     on_validation_start = on_test_start = on_predict_start = begin_pass
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = cast(Any, pass_on)
@@ -274,9 +274,8 @@ def samples_in_all(trainer: Trainer, batch: Any) -> float:
     Users' loaders report it, unless they form batches themselves.
     """
     strategy: Any = trainer.strategy
-    loaders = strategy.loaders_of(strategy.micro_batch)
-    counts = [samples for loader in loaders if (samples := loader.batch_info[strategy.micro_batch].samples) is not None]
-    is_whole = any(loader.batch_scope == "all" for loader in loaders)
+    counts = [record.samples for record in strategy.records(0) if record.samples is not None]
+    is_whole = any(loader.batch_scope == "all" for loader in strategy.loaders_of(strategy.micro_batch))
     return sum(counts) if counts else batch_size_of(batch) * (1 if is_whole else trainer.world_size)
 
 
@@ -337,8 +336,7 @@ class Throughput(Callback):
 
     def latest(self) -> list[str]:
         """The last window, for a line of progress."""
-        window = self.windows[-1:]
-        return [f"{n / s:,.0f} {self.unit}/s · {waited_s / s:.0%} waiting for data" for n, s, waited_s in window]
+        return [f"{n / s:,.0f} {self.unit}/s · {w / s:.0%} waiting for data" for n, s, w in self.windows[-1:]]
 
     def report_metrics(self) -> dict[str, float | None]:
         """Metrics of the whole run."""

@@ -172,7 +172,7 @@ class GlobalBatches:
                 own = keys[begin : begin + len(share.keys)]
                 begin += len(own)
                 info = share.info if share.info.keys is None else replace(share.info, keys=own)
-                yield Share(own, share.place, share.number, seed, epoch, info)
+                yield share._replace(keys=own, info=info)
             ahead = max(1, BLOCK * len(chunk) // len(places))
 
     def drawn(self, seed: int, epoch: int) -> Iterator[tuple[Any, str]]:
@@ -190,7 +190,7 @@ class GlobalBatches:
         for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
-        random_state = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.sampler)
+        random_state = IsolatedRandomState(key_of("order", seed, epoch), self.sampler)
         take = random_state.reader(lambda: self.sampler if self.size else map(list, self.sampler))
         digest, ahead = "", 1
         while chunk := take(ahead):

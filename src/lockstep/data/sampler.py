@@ -41,13 +41,13 @@ def sample_states(name: str, place_B: Indices, *, seed: int, epoch: int) -> NDAr
 
     `name` keeps operations independent: adding or removing one does not change the random numbers of the others.
     """
-    return mix(place_B.astype(np.uint64) * GOLDEN + key_of(name, seed, epoch))
+    return mix(place_B.astype(np.uint64) * GOLDEN + np.uint64(key_of(name, seed, epoch)))
 
 
 @lru_cache(64)
-def key_of(name: str, seed: int, epoch: int) -> NDArray[np.uint64]:
+def key_of(name: str, seed: int, epoch: int) -> int:
     name_hash = np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]))
-    return mix(name_hash ^ permutation_keys(seed, epoch)[:1])
+    return int(mix(name_hash ^ permutation_keys(seed, epoch)[:1])[0])
 
 
 def permute(positions: Indices, n: int, seed: int, epoch: int) -> Indices:

@@ -56,7 +56,7 @@ class Division(ShareSpec):
     def seed_of(self, loader: Any, turn: int = 0) -> int:
         """Loaders that train together have different orders. A loader that restarts within an epoch has a new order."""
         number = self.number(loader) if self.trains else 0
-        return int(key_of(f"loader {number}, turn {turn}", self.seed, 0)[0]) >> 1 if number or turn else self.seed
+        return key_of(f"loader {number}, turn {turn}", self.seed, 0) >> 1 if number or turn else self.seed
 
 
 class LoaderPosition(NamedTuple):
@@ -287,11 +287,12 @@ class StandardLoader(WrappedLoader):
         by_step = hasattr(order.sampler, "at")  # dropout counts rows from the step's first sample, else the epoch's
         shares = order.with_keys(division.shares(batches, done, seed, epoch, order.size, by_step), seed, epoch)
         if not self.given.num_workers and not (self.given.pin_memory and torch.cuda.is_available()):
-            return self.data.batches(shares)
+            # keeps no samples while a step is computed, if they are read one by one
+            return map(self.data.__getitem__, shares) if self.data.draws else self.data.batches(shares)
         self.due.shares = shares
         if self.reader is None:
             self.reader = from_workers(self.given, self.data, sampler=self.due)
-        self.reader.generator.manual_seed(int(key_of("workers", seed, epoch)[0]) >> 1)
+        self.reader.generator.manual_seed(key_of("workers", seed, epoch) >> 1)
         return iter(self.reader)
 
     def close(self) -> None:

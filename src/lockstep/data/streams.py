@@ -40,7 +40,7 @@ class StreamShares(MicroBatches, IterableDataset[Any]):
         return share.keys
 
     def global_batches(self, seed: int, epoch: int) -> Iterator[GlobalBatch]:
-        random_state, position, digest = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.dataset), 0, ""
+        random_state, position, digest = IsolatedRandomState(key_of("order", seed, epoch), self.dataset), 0, ""
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         take = random_state.reader(lambda: self.dataset)
@@ -152,7 +152,7 @@ class UndividedLoader(ComparedLoader):
         return False
 
     def items(self, seed: int, epoch: int, done: int) -> Iterator[tuple[Any, MicroBatchInfo]]:
-        take = IsolatedRandomState(int(key_of("order", seed, epoch)[0]), self.given).reader(lambda: self.given)
+        take = IsolatedRandomState(key_of("order", seed, epoch), self.given).reader(lambda: self.given)
         for (batch,) in islice(iter(lambda: take(1), []), done, None):
             yield batch, MicroBatchInfo(1.0, digest_of(batch) if self.undecided else "", None)
 

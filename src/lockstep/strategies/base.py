@@ -263,7 +263,7 @@ class DividedBatches(Strategy):
 
     def share(self) -> float:
         """The weight of the current micro-batch in the mean of a step: 1, unless users' loaders divide unevenly."""
-        weights = [loader.batch_info[self.micro_batch].weight for loader in self.loaders_of(self.micro_batch)]
+        weights = [record.weight for record in self.records(0)]
         return sum(weights) / len(weights) if weights else 1.0  # the mean of several loaders
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:

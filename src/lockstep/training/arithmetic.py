@@ -38,8 +38,7 @@ def steps_done(trainer: pl.Trainer) -> int:
     """Completed optimizer steps; batches under manual optimization, where `global_step` adds up all optimizers."""
     if trainer.lightning_module.automatic_optimization:
         return int(trainer.global_step)
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return int(total.processed)
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed  # type: ignore[attr-defined, no-any-return]
 
 
 def completes_step(trainer: pl.Trainer) -> bool:

@@ -105,7 +105,7 @@ class Loaders:
         @wraps(method)
         def seeded(*args: Any, **kwargs: Any) -> Any:
             seed: int = self.module.trainer.strategy.seed  # type: ignore[attr-defined]
-            with IsolatedRandomState(int(key_of(name, seed, epoch())[0])):
+            with IsolatedRandomState(key_of(name, seed, epoch())):
                 return method(*args, **kwargs)
 
         seeded.draws_apart = True  # type: ignore[attr-defined]
