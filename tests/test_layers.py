@@ -62,6 +62,7 @@ PRIVATE = {
     "_foreach_add_": "the same",
     "_foreach_lerp_": "the same",
     "_fields": "documented: the fields of a named tuple, by which it is told from other tuples",
+    "_replace": "documented: a named tuple with other values of some fields",
     "_per_s": "how names of rates end",
     "_memory_gib": "how the name of a measured figure ends",
     "_repr_html_": "IPython's documented name of a method that says how a notebook shows an object",

@@ -272,7 +272,7 @@ def test_an_evaluation_joins_only_batches_that_are_too_small():
 def test_batches_of_tensors_are_those_that_torch_collates():
     """A sampler may yield tensors, and the tensors may change between two batches."""
     data = TensorDataset(torch.rand(5, 3), torch.rand(5) > 0.5)
-    given = DataLoader(data, 3, sampler=torch.tensor([4, 0, 2, 1, 3]))
+    given = DataLoader(data, 2, sampler=torch.tensor([4, 0, 2]))
     for expected, batch in zip(given, Process(given).loader, strict=True):
         assert type(batch) is type(expected) and all(map(torch.equal, batch, expected))
         data.tensors[0].neg_()

@@ -92,8 +92,8 @@ def run_folder(tmp_path_factory, mnist, cache) -> Path:
     from lockstep.callbacks import FiniteLoss
 
     folder = tmp_path_factory.mktemp("runs")
-    places = [f"data.root={mnist}", f"data.cache_dir={cache}", f"runs_dir={folder}"]
-    options = [*places, "data.image_size=12", "trainer.accelerator=cpu", "trainer.log_every_n_steps=1"]
+    data = f"data.root={mnist} data.cache_dir={cache} data.image_size=12 trainer.accelerator=cpu"
+    options = f"{data} runs_dir={folder} trainer.log_every_n_steps=1".split()
 
     def crash(self, trainer, *_) -> None:
         raise RuntimeError("as it happens" * 20)
