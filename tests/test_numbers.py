@@ -18,10 +18,8 @@ from lockstep.errors import LossNotFinite, RunFailed, UserError
 from lockstep.extras.page import headline_parts
 from lockstep.reporting.report import primary_metric
 
-HOUSES = [
-    "data=own", "data._target_=houses.Houses", "loader.batch_size=12", "model=own", "model._target_=houses.Dense", "optim.lr=1e-2", "trainer.accelerator=cpu",
-    "trainer.max_epochs=2", "trainer.log_every_n_steps=1",
-]  # fmt: skip
+OWN = "data=own data._target_=houses.Houses loader.batch_size=12 model=own model._target_=houses.Dense"
+HOUSES = f"{OWN} optim.lr=1e-2 trainer.accelerator=cpu trainer.max_epochs=2 trainer.log_every_n_steps=1".split()
 REGRESSION = ["task=regression", *HOUSES]
 TWO = ["trainer.devices=2"]
 slow = pytest.mark.slow

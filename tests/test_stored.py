@@ -20,15 +20,10 @@ import lockstep
 from lockstep.errors import UserError
 
 STORED = Path(__file__).parent / "stored"
-OPTIONS = [
-    "trainer.accelerator=cpu", "data.source=embedded", "data.image_size=6", "loader.batch_size=16", "loader.limit_train=192", "optim=sgd", "optim.lr=0.02",
-    "trainer.max_epochs=2", "trainer.log_every_n_steps=4", "trainer.precision=32-true", "checkpoint.every_n_steps=5",
-    "task=classification", "augment=[shift]", "augment.shift.pixels=1",
-]  # fmt: skip
-MODULE = [
-    "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.log_every_n_steps=4", "checkpoint.every_n_steps=5", "task=lightning_module",
-    "data=none", "task._target_=lightning.pytorch.demos.boring_classes.BoringModel",
-]  # fmt: skip
+SMALL = "trainer.accelerator=cpu data.source=embedded data.image_size=6 loader.batch_size=16 loader.limit_train=192 optim=sgd optim.lr=0.02"
+OPTIONS = f"{SMALL} trainer.max_epochs=2 trainer.log_every_n_steps=4 trainer.precision=32-true checkpoint.every_n_steps=5 task=classification augment=[shift] augment.shift.pixels=1".split()
+TRAINER = "trainer.accelerator=cpu trainer.precision=32-true trainer.log_every_n_steps=4 checkpoint.every_n_steps=5"
+MODULE = f"{TRAINER} task=lightning_module data=none task._target_=lightning.pytorch.demos.boring_classes.BoringModel".split()
 PROJECT = '[project]\nname = "stored"\nversion = "0"\n\n[tool.lockstep]\npackages = ["lightning"]\n'
 COLUMNS = "step", "train/loss", "train/lr", "val/loss", "val/acc", "test/loss", "test/acc"
 

@@ -271,11 +271,13 @@ def test_an_evaluation_joins_only_batches_that_are_too_small():
 
 def test_batches_of_tensors_are_those_that_torch_collates():
     """A sampler may yield tensors, and the tensors may change between two batches."""
-    data = TensorDataset(torch.rand(5, 3), torch.rand(5) > 0.5)
-    given = DataLoader(data, 2, sampler=torch.tensor([4, 0, 2]))
-    for expected, batch in zip(given, Process(given).loader, strict=True):
-        assert type(batch) is type(expected) and all(map(torch.equal, batch, expected))
-        data.tensors[0].neg_()
+    data = TensorDataset(torch.rand(3, 2, 4).mT, torch.rand(3) > 0.5)
+    for order in ([2, 0, 1], np.uint8([2, 0, 1]), torch.tensor([[2], [0], [1]])):
+        given = DataLoader(data, 2, sampler=order)
+        for expected, batch in zip(given, Process(given).loader, strict=True):
+            assert type(batch) is type(expected) and all(map(torch.equal, batch, expected))
+            assert batch[0].stride() == expected[0].stride()
+            data.tensors[0].neg_()
 
 
 def test_pinned_batches_keep_what_is_known_of_them(monkeypatch):

@@ -14,11 +14,8 @@ from lockstep.training.oom import is_oom
 from project.model import BasicNet
 
 # 192 images of 48 pixels need some 250 MiB for their activations alone, and 16 of them 31.
-LARGE = [
-    "trainer.precision=32-true", "data.image_size=48", "loader.batch_size=192", "trainer.max_steps=2", "checkpoint.every_n_steps=1", "loader.eval_batch_size=16",
-    "trainer.limit_val_batches=0", "trainer.limit_test_batches=1", "optim=sgd", "optim.lr=0.01", "callbacks=[]",
-    "model.dropout_conv=0", "model.dropout_fc=0", "trainer.log_every_n_steps=1",
-]  # fmt: skip
+TRAINING = "trainer.precision=32-true data.image_size=48 loader.batch_size=192 trainer.max_steps=2 checkpoint.every_n_steps=1 loader.eval_batch_size=16 trainer.limit_val_batches=0"
+LARGE = f"{TRAINING} trainer.limit_test_batches=1 optim=sgd optim.lr=0.01 callbacks=[] model.dropout_conv=0 model.dropout_fc=0 trainer.log_every_n_steps=1".split()
 MARGIN_MIB = "240"  # a run in micro-batches of 64 needs 200 to 220, and one of 96 is more than that
 CPU = "trainer.accelerator=cpu"
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -324,7 +324,7 @@ class Throughput(Callback):
     def close(self, trainer: Trainer) -> None:
         if self.began_s is not None and self.samples:
             synchronise_device(trainer)  # SYNC: once every log_every_n_steps
-            waited: float = trainer.strategy.waited_s  # type: ignore[attr-defined]
+            waited = trainer.strategy.waited_s  # type: ignore[attr-defined]
             self.windows.append((self.samples, time.perf_counter() - self.began_s, waited - self.waited_s))
             self.waited_s = waited
         self.samples, self.began_s = 0, None

@@ -38,11 +38,6 @@ def as_tensor(value: Any) -> Any:
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 
-def is_flat(batch: Any) -> bool:
-    """Whether a batch is a dict of dense tensors only."""
-    return isinstance(batch, dict) and all(getattr(value, "layout", None) is torch.strided for value in batch.values())
-
-
 def concatenate(values: list[Any]) -> Any:
     """Concatenates the values of several parts of a batch."""
     example = values[0]
@@ -177,31 +172,33 @@ class MicroBatches(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[Any], Any]) -> None:
         self.dataset, self.collate = dataset, collate
         self.of_samples, self.of_collate = Generators(dataset), Generators(collate)
-        # of a TensorDataset, indexed at once: the same values as those of 64 samples, which torch collates in 230 us
-        self.are_rows = type(dataset) is TensorDataset and collate is default_collate
-        self.draws = getattr(dataset, "draws_random_numbers", not self.are_rows)
+        self.draws = getattr(dataset, "draws_random_numbers", True)
 
     def __getitem__(self, share: Share) -> tuple[Any, MicroBatchInfo]:
-        return shared((self.collated(self.samples(share), share), share.info))  # type: ignore[no-any-return]
+        if (type(self.dataset), self.collate, {*map(type, share.keys)}) == (TensorDataset, default_collate, {int}):
+            # the values and strides that torch collates from single samples, 64 in 230 us
+            batch = [tensor[share.keys].contiguous() for tensor in self.dataset.tensors]
+        else:
+            batch = self.collated(self.samples(share), share)
+        return shared((batch, share.info))  # type: ignore[no-any-return]
 
     def batches(self, shares: Iterator[Share]) -> Iterator[tuple[Any, MicroBatchInfo]]:
         """Reads several micro-batches of arrays at once, because fixed costs exceed copying."""
         ahead = 1
         while chunk := [*islice(shares, ahead)]:
             samples = self.read([key for share in chunk for key in share.keys])
-            if not is_flat(samples):
+            values: Any = samples.values() if isinstance(samples, dict) else [None]
+            if len(chunk) == 1 and any(getattr(value, "layout", None) is not torch.strided for value in values):
                 yield self.collated(samples, chunk[0]), chunk[0].info
                 continue
-            ahead = max(1, len(chunk) * AT_ONCE // sum(value.nbytes for value in samples.values()))
+            ahead = max(1, len(chunk) * AT_ONCE // sum(value.nbytes for value in values))
             sizes = [len(share.keys) for share in chunk]
-            parts = zip(*(tensor.split(sizes) for tensor in samples.values()), strict=True)
+            parts = zip(*(tensor.split(sizes) for tensor in values), strict=True)
             for share, part in zip(chunk, parts, strict=True):
                 batch = dict(zip(samples, part, strict=True))
                 yield batch if self.collate is default_convert else self.collated(batch, share), share.info
 
     def collated(self, samples: Any, share: Share) -> Any:
-        if self.are_rows:
-            return samples
         if self.collate in DEFAULTS or (not self.draws and isinstance(samples, Mapping)):
             return self.collate(samples)
         fresh = [samples]  # read them again for a second call: the first may have modified them
@@ -210,16 +207,14 @@ class MicroBatches(Dataset[Any]):
 
     def read(self, keys: list[Any]) -> Any:
         """Several samples. `__getitems__` may return a whole batch as a dict."""
-        if self.are_rows:
-            return [tensor[torch.as_tensor(keys)] for tensor in self.dataset.tensors]
         many = getattr(self.dataset, "__getitems__", None)
         return many(keys) if many else [self.dataset[key] for key in keys]
 
     def samples(self, share: Share) -> Any:
         """Reads samples, one by one if they draw random numbers."""
-        keys = share.keys
         if not self.draws:
-            return self.read(keys)
+            return self.read(share.keys)
+        keys = share.keys
         places = share.place + np.arange(len(keys))
         states = partial(sample_states, "data", places, seed=share.seed, epoch=share.epoch)
         if not self.of_samples.used:

@@ -227,7 +227,7 @@ def sketch(tensor: "Tensor", dimensions: int = DIMENSIONS) -> Record:
 
     whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     whole = whole.detach().to_dense().cpu()
-    rows = whole if whole.dim() and whole.numel() else whole.sum().reshape(1)
+    rows = torch.atleast_1d(whole if whole.numel() else torch.zeros(1))
     sums, bits, begin = [torch.zeros(size).double() for size in rows.shape[:dimensions]], hashlib.blake2b(), 0
     for part in rows.split(max(1, AT_ONCE * len(rows) // rows.numel())):
         bits.update(part.contiguous().view(-1).view(torch.uint8).numpy())

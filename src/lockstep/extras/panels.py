@@ -32,7 +32,7 @@ LONG = 160  # characters; a longer text gets a wide column, and is not a class
 CONTROLS = {n: f"\\x{n:02x}" for n in range(32) if chr(n) not in "\t\n"}  # escaped, because browsers do not show them
 # Colours of mask classes: those of Okabe and Ito, which colour-blind people can distinguish, then hues a golden angle apart.
 OKABE_ITO = np.frombuffer(bytes.fromhex("000000 e69f00 56b4e9 009e73 f0e442 0072b2 d55e00 cc79a7"), np.uint8)
-HUES = [ImageColor.getrgb(f"hsv({222.5 * k % 360}, {90 - 35 * (k % 2)}%, 85%)") for k in range(8, 256)]
+HUES = [ImageColor.getrgb(f"hsv({222.48 * k % 360}, {90 - 35 * (k % 2)}%, 85%)") for k in range(8, 256)]
 COLOURS = np.concatenate([OKABE_ITO.reshape(-1, 3), HUES]).astype(np.float32)
 OPACITY = 0.55
 

@@ -50,7 +50,7 @@ def completes_step(trainer: pl.Trainer) -> bool:
 def micro_batch_index(trainer: pl.Trainer, batch_idx: int) -> int:
     """The index within the global batch of this process's micro-batch `batch_idx` of an epoch."""
     accumulate = trainer.accumulate_grad_batches
-    contiguous: bool = trainer.strategy.contiguous_micro_batches  # type: ignore[attr-defined]
+    contiguous = trainer.strategy.contiguous_micro_batches  # type: ignore[attr-defined]
     return index_in_step(trainer.global_rank, trainer.world_size, batch_idx % accumulate, accumulate, contiguous)
 
 
@@ -62,8 +62,7 @@ def total_steps(trainer: pl.Trainer) -> float:
 
 def logs_row(trainer: pl.Trainer) -> bool:
     """Whether a row is logged after the current micro-batch."""
-    interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by the Trainer's connector
-    return completes_step(trainer) and steps_done(trainer) % interval == 0
+    return completes_step(trainer) and steps_done(trainer) % trainer.log_every_n_steps == 0  # type: ignore[attr-defined, no-any-return]  # set by the Trainer's connector
 
 
 # --- The two ways to compute a step ---
