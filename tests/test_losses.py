@@ -37,11 +37,12 @@ def options(tmp_path_factory, mnist, cache) -> Iterator[list[str]]:
     root = thin_project.write(tmp_path_factory.mktemp("project"), **thin_project.package("near"))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        yield [
-            f"data.root={mnist}", f"data.cache_dir={cache}", f"loader.batch_size={BATCH}", "loader.eval_batch_size=25", "loader.limit_train=96",
-            "checkpoint.monitor=val/loss", "checkpoint.mode=min", "optim=sgd", "optim.momentum=0.5", "optim.lr=0.02",
-            f"trainer.max_steps={STEPS}", "trainer.log_every_n_steps=1", "trainer.precision=32-true", "trainer.accelerator=cpu", "model.width=8",
-        ]  # fmt: skip
+        data = f"data.root={mnist} data.cache_dir={cache} loader.batch_size={BATCH} loader.eval_batch_size=25 loader.limit_train=96"
+        more = (
+            "checkpoint.monitor=val/loss checkpoint.mode=min optim=sgd optim.momentum=0.5 optim.lr=0.02 model.width=8"
+        )
+        trainer = "trainer.log_every_n_steps=1 trainer.precision=32-true trainer.accelerator=cpu"
+        yield f"{data} {more} trainer.max_steps={STEPS} {trainer}".split()
     sys.modules.pop("near", None)
 
 
@@ -138,10 +139,9 @@ def test_processes_find_the_weights_and_figures_of_one(setup, options, alone, fo
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_gathered_samples_may_be_divided_unevenly(whole, count, options, forked):
     """10, 10 and 4 samples in a step."""
-    given = [
-        "task=lightning_module", "task._target_=near.Own", f"+task.whole={str(whole).lower()}", "data=none", "trainer.max_epochs=3",
-        "trainer.accelerator=cpu", "trainer.precision=32-true", "trainer.log_every_n_steps=1",
-    ]  # fmt: skip
+    trainer = "trainer.max_epochs=3 trainer.accelerator=cpu trainer.precision=32-true trainer.log_every_n_steps=1"
+    task = f"task=lightning_module task._target_=near.Own +task.whole={str(whole).lower()} data=none"
+    given = f"{task} {trainer}".split()
     alone = f"alone{count}{whole}"
     lockstep.train([f"run={alone}", *given])
     lockstep.train([f"run=own{count}{whole}", *given, "strategy=ddp", f"trainer.devices={count}"])

@@ -1,6 +1,7 @@
 """The comparison of ways on records made by hand, the commands of the ways, and what a check prints if its command fails."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -16,8 +17,9 @@ import torch
 from lockstep.config.checks import resolve
 from lockstep.errors import UserError
 from lockstep.extras.check import compare
-from lockstep.extras.check.ways import Check, ways
+from lockstep.extras.check.ways import Check, Way, ways
 from lockstep.extras.comparison import sketch
+from lockstep.machine import system
 
 FEW = ["data.source=embedded", "data.image_size=12", "loader.limit_train=64", "loader.batch_size=16"]
 
@@ -103,6 +105,19 @@ def test_a_way_drops_the_keys_that_it_sets_and_those_of_loggers_and_strategies(t
         if way.name != "evaluation on two processes":
             assert resolve(command).optim.get("lr") == 0.1
             assert resolve(command).trainer.enable_checkpointing
+
+
+def test_no_more_processes_run_at_once_than_fit_into_memory(tmp_path, monkeypatch):
+    started: list = []
+
+    def start(*_) -> list:
+        assert not any(each.is_alive() for each in started)
+        started.append(multiprocessing.Process(target=int))
+        started[-1].start()
+        return started[-1:]
+
+    monkeypatch.setattr(Check, "processes", start)
+    Check(tmp_path, [], None, None, 0, 5, peak_bytes=system.memory_bytes()).run([Way("a"), Way("b")])
 
 
 BUGGY = """import lightning.pytorch as pl

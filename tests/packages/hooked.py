@@ -32,18 +32,13 @@ def noting(kind: type, names: list[str]) -> Any:
     return made
 
 
-MODULE = [
-    "prepare_data", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end",
-    "on_train_batch_start", "on_train_batch_end", "on_validation_start", "on_validation_end", "on_validation_epoch_start",
-    "on_validation_epoch_end", "on_validation_batch_start", "on_validation_batch_end", "on_validation_model_eval",
-    "on_validation_model_train", "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
-    "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping", "configure_optimizers",
-    "configure_callbacks", "backward", "transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer",
-]  # fmt: skip
-CALLBACK = [
-    "on_fit_start", "on_train_start", "on_train_batch_start", "on_train_batch_end", "on_validation_batch_end", "on_sanity_check_start",
-    "on_sanity_check_end", "on_train_epoch_end", "on_validation_end", "on_before_optimizer_step", "on_fit_end",
-]  # fmt: skip
+MODULE = """prepare_data on_fit_start on_fit_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end on_train_batch_start
+on_train_batch_end on_validation_start on_validation_end on_validation_epoch_start on_validation_epoch_end on_validation_batch_start
+on_validation_batch_end on_validation_model_eval on_validation_model_train on_before_zero_grad on_before_backward on_after_backward
+on_before_optimizer_step optimizer_step optimizer_zero_grad lr_scheduler_step configure_gradient_clipping configure_optimizers
+configure_callbacks backward transfer_batch_to_device on_before_batch_transfer on_after_batch_transfer"""
+CALLBACK = """on_fit_start on_train_start on_train_batch_start on_train_batch_end on_validation_batch_end on_sanity_check_start
+on_sanity_check_end on_train_epoch_end on_validation_end on_before_optimizer_step on_fit_end"""
 
 
 class Plain(pl.LightningModule):
@@ -114,5 +109,5 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.x, batch_size=10)
 
 
-Noted: Any = noting(Callback, CALLBACK)
-Hooked: Any = noting(Plain, MODULE)
+Noted: Any = noting(Callback, CALLBACK.split())
+Hooked: Any = noting(Plain, MODULE.split())

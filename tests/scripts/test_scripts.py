@@ -28,10 +28,9 @@ pytestmark = pytest.mark.xdist_group("scripts")
 def runs(tmp_path_factory, mnist, cache) -> Path:
     """Two runs that differ by their seed, one more like the first, and one of a network of timm with an average."""
     runs = tmp_path_factory.mktemp("scripts") / "runs"
-    base = [
-        f"runs_dir={runs}", f"data.root={mnist}", f"data.cache_dir={cache}", "loader.batch_size=48", "trainer.accelerator=cpu",
-        "trainer.max_steps=6", "trainer.log_every_n_steps=1", "trainer.limit_val_batches=1", "checkpoint.every_n_steps=3",
-    ]  # fmt: skip
+    trainer = "trainer.accelerator=cpu trainer.max_steps=6 trainer.log_every_n_steps=1 trainer.limit_val_batches=1"
+    data = f"runs_dir={runs} data.root={mnist} data.cache_dir={cache} loader.batch_size=48"
+    base = f"{data} {trainer} checkpoint.every_n_steps=3".split()
     timm = ["model=timm", "model.name=test_resnet", "callbacks=[default,ema]"]
     for run, more in {"a": [], "b": ["seed=1", "checkpoint.save_top_k=2"], "again": [], "timm": timm}.items():
         lockstep.train([*base, f"run={run}", *more])
@@ -165,7 +164,7 @@ def test_a_bit_is_seen_only_when_every_bit_counts(runs, tmp_path, monkeypatch, c
     lines = (tmp_path / "bit" / "metrics.csv").read_text().splitlines(keepends=True)
     (tmp_path / "bit" / "metrics.csv").write_text("".join(lines[:3] + lines[4:]))
     code, out = compared()
-    assert code == 1 and "train/loss: 6 | 5 rows; only one of the runs has step 3" in out
+    assert code == 1 and "train/loss: 6 | 5 rows; only the first run has step 3" in out
 
 
 def test_the_cores_that_sbatch_was_asked_for_reach_each_task(tmp_path):

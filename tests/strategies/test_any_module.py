@@ -25,7 +25,7 @@ OPTIONS = f"task=lightning_module task.monitor=null data=none {TRAINER}".split()
 DDP = ["strategy=ddp"]
 FSDP = ["strategy=fsdp", "trainer.devices=2"]
 QUICK = ["GAN"]
-MORE = ["Beside", "InPlaceData", "Momentum", "Plain", "Small", "Late", "UsesMethods", "NoGradEncoder", "Tied", "WithBuffers", "InPlace", "Frozen", "Looks", "OfSome", "SmallGAN", "RawOptimizers", "TwoBackwards", "SmallPenalty", "Closures", "Metered", "Generates"]  # fmt: skip
+MORE = "Beside InPlaceData Momentum Plain Small Late UsesMethods NoGradEncoder Tied WithBuffers InPlace Frozen Looks OfSome SmallGAN RawOptimizers TwoBackwards SmallPenalty Closures Metered Generates"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +48,7 @@ def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> fl
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE.split())])
 def test_shards_find_the_weights_of_one_process(name, forked):
     report = train(name, f"{name}-1", "strategy=single")
     sharded = train(name, f"{name}-2", *FSDP)

@@ -185,9 +185,8 @@ class Progress(Callback):
         metrics: dict[str, Any] = {**trainer.callback_metrics, **trainer.progress_bar_metrics}
         parts = [f"loss {float(metrics['train/loss']):.4f}"] if "train/loss" in metrics else []
         parts += [speed for each in trainer.callbacks if isinstance(each, Throughput) for speed in each.latest()]  # type: ignore[attr-defined]
-        names = dict.fromkeys(
-            n for n in (self.monitor, *trainer.progress_bar_metrics) if n in {*metrics} - {"train/loss"}
-        )
+        shown = (self.monitor, *trainer.progress_bar_metrics)
+        names = dict.fromkeys(name for name in shown if name in metrics and name != "train/loss")
         return " · ".join(parts + [f"{name} {metric(name, float(metrics[name]))}" for name in names])
 
     def show(self, trainer: Trainer, detail: str = "") -> None:

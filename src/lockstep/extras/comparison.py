@@ -82,8 +82,8 @@ def log_differences(a: Report, b: Report, tolerance: float) -> Iterator[str]:
     for name in dict.fromkeys([*ours, *theirs]):
         one, other = ours.get(name, no_rows), theirs.get(name, no_rows)
         if one.steps != other.steps:
-            only = ", ".join(map(str, sorted({*one.steps} ^ {*other.steps})[:5]))
-            yield f"{name}: {len(one.steps)} | {len(other.steps)} rows; only one of the runs has step {only}"
+            step = min({*one.steps} ^ {*other.steps}, default=0)
+            yield f"{name}: {len(one.steps)} | {len(other.steps)} rows; only the {'first' if step in one.steps else 'second'} run has step {step}"
             continue
         gaps = list(map(relative, one.values, other.values))
         differing = [index for index, gap in enumerate(gaps) if gap > tolerance]

@@ -127,7 +127,8 @@ def keep_freed_memory(accelerator: str, *, is_sharded: bool) -> None:
     applies = accelerator == "cpu" and not is_sharded and process.is_command
     set_by_user = any(name.startswith("MALLOC_") for name in os.environ)
     if applies and not set_by_user and (libc := glibc()):
-        _ = libc.mallopt(M_MMAP_THRESHOLD, NEVER) or libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)
+        if not libc.mallopt(M_MMAP_THRESHOLD, NEVER):
+            libc.mallopt(M_MMAP_THRESHOLD, OLD_GLIBCS_MOST)
         libc.mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
@@ -336,8 +337,7 @@ def unreachable(server: str, timeout_s: float = 5.0) -> str:
     if any(name.lower().endswith("proxy") for name in os.environ):
         return ""
     try:
-        port = url.port or {"http": 80}.get(url.scheme, 443)
-        socket.create_connection((url.hostname or "", port), timeout_s).close()
+        socket.create_connection((url.hostname or "", url.port or {"http": 80}.get(url.scheme, 443)), timeout_s).close()
     except OSError as e:
         return f"{url.netloc} cannot be reached ({e})"
     return ""

@@ -112,7 +112,7 @@ class Recorder(pl.Callback):
             if number == self.plan["noted"]:
                 self.record["attributes"] = attributes({**dict(module.named_modules()), "data": dataset(trainer)})
         self.step["samples"][self.micro] = sketches(batch)
-        self.calls: list[Record] = self.step["calls"].setdefault(self.micro, [])
+        self.calls = self.step["calls"].setdefault(self.micro, [])
         if number == self.traced:
             self.states: list[Any] = []
             for path, layer in module.named_modules():

@@ -128,7 +128,8 @@ class Check:
 
     def run(self, ways: Sequence[Way]) -> dict[str, int]:
         """Runs the ways and returns their exit codes."""
-        at_once = min(2 if gpu_count() else system.cores(), system.memory_bytes() // self.peak_bytes)
+        # a fifth of the memory is for the test, workers and other programs
+        at_once = min(2 if gpu_count() else 4, system.cores(), 0.8 * system.memory_bytes() // self.peak_bytes)
         codes, waiting, groups = dict[str, int](), list(ways), dict[str, list[Any]]()
         self.folder.mkdir(exist_ok=True)
         try:
