@@ -133,8 +133,8 @@ def overhead(args: argparse.Namespace) -> str:
 
 # --- module: anybody's LightningModule and DataLoader; CPU of the thread that trains ---
 #
-# Beside another process: 932 us in a bare Trainer, 1,013 us in Lockstep; 1,438 and 1,756 us with two workers. Before batches of a
-# TensorDataset were indexed at once, Lockstep took 1,279 us without workers on idle cores, a bare Trainer 907 us.
+# On two idle cores: 1,115 us in a bare Trainer, 1,142 us in Lockstep; 1,676 and 2,072 us with two workers. Before batches of a
+# TensorDataset were indexed at once, 907 and 1,279 us, and 1,289 and 1,565 us.
 
 
 class Linear(Plain):
