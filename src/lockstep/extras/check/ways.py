@@ -30,7 +30,7 @@ NOT_SHOWN = (ONE, FLOAT32, KILLED, LOGICAL)  # what others are compared with, or
 HANGS = "strategy.timeout_s=300"  # after which a process that waits for another one ends
 FIXED = (
     "logger=[csv]", "trainer.enable_progress_bar=false", "trainer.min_steps=null", "trainer.min_epochs=null", "trainer.log_every_n_steps=1", "trainer.num_sanity_val_steps=0",
-    "trainer.enable_checkpointing=true", "+callbacks.lockstep_check._target_=lockstep.extras.check.record.Recorder",
+    "trainer.limit_val_batches=2", "trainer.limit_test_batches=2", "trainer.enable_checkpointing=true", "+callbacks.lockstep_check._target_=lockstep.extras.check.record.Recorder",
 )  # fmt: skip
 
 
@@ -94,9 +94,7 @@ class Check:
             return place
         resume = [f"resume={self.resume}"] if self.resume and not way.after else []
         workers = ["loader.num_workers=0"] if Settings.of(self.cfg).loader and way.name != WORKERS else []
-        # logical ranks count parts of batches
-        limits = [] if LOGICAL in way.name else ["trainer.limit_val_batches=2", "trainer.limit_test_batches=2"]
-        fixed = [*place, *resume, *workers, *limits, *FIXED, f"checkpoint.every_n_steps={self.steps // 2}"]
+        fixed = [*place, *resume, *workers, *FIXED, f"checkpoint.every_n_steps={self.steps // 2}"]
         replaced = {*map(key_of, fixed), "resume", "debug_rank", "trainer.num_nodes"}
         kept = ((key_of(override), override) for override in self.overrides)
         return [*(o for k, o in kept if k not in replaced and not k.startswith(("strategy.", "logger."))), *fixed]
